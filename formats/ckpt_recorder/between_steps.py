@@ -7,11 +7,11 @@ from typing import Any, Literal
 import torch
 
 from ckpt_formats.core.checkpoint import Role
-from ckpt_recorder.plain_notes import OPTIMIZER_ENTRIES, plain_note
 from ckpt_recorder.recording import RankRecording
 from ckpt_recorder.watch import StateWatch
 from ckpt_recorder.watched_tensors import WatchedState, WatchedTensor, WatchedTensors
 from ckpt_training.engines.run import TrackedRun, as_saved, further_entries
+from ckpt_training.plain_notes import OPTIMIZER_ENTRIES, plain_note
 
 _LOG = logging.getLogger("ckpt_recorder")
 

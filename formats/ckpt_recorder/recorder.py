@@ -29,7 +29,6 @@ from ckpt_recorder.hooks import ForwardHooks, RecorderHook, is_running, step_fra
 from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.methods import find_methods, flushes_denormals, has_plain_gradients
 from ckpt_recorder.options import RecorderOptions, RecorderWarning
-from ckpt_recorder.plain_notes import extra_name, plain_note
 from ckpt_recorder.probe import as_updates, class_name, flags_of
 from ckpt_recorder.proof import begin_proof
 from ckpt_recorder.prover import SegmentProof
@@ -40,6 +39,7 @@ from ckpt_recorder.writer import WriterSettings
 from ckpt_training import ranks
 from ckpt_training.engines.registry import check_initialized, tracked_run
 from ckpt_training.engines.run import TrackedRun, count_of, persistent_buffers, renamed
+from ckpt_training.plain_notes import extra_name, plain_note
 from ckpt_training.random_states import RandomStates
 from ckpt_training.resumed_steps import resumed_step
 from ckpt_training.writing.link import WriterBroken

@@ -14,10 +14,10 @@ from ckpt_formats.containers.typed_json import decode
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.values import Global, TensorName
 from ckpt_formats.state_dicts.leaves import is_extra_state
-from ckpt_recorder.plain_notes import OPTIMIZER_ENTRIES, note_name
 from ckpt_training.composite_tensors import from_value
 from ckpt_training.composite_tensors import is_value as is_composite_value
 from ckpt_training.engines.run import UNOWNED, clean_name, unwrap
+from ckpt_training.plain_notes import OPTIMIZER_ENTRIES, note_name
 from ckpt_training.random_states import restore_random_states
 from ckpt_training.ranks import rank_and_world
 from ckpt_training.resumed_steps import count_from

@@ -2,3 +2,19 @@
 
 Names are imported on first use, because the writer process does not need torch.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt_training.loading import Loaded, load
+
+__all__ = ["Loaded", "load"]
+
+_MODULES = {"Loaded": "loading", "load": "loading"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"ckpt_training.{_MODULES[name]}"), name)

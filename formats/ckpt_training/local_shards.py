@@ -8,9 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
+from ckpt_codecs.base import Array
 from ckpt_formats.core.checkpoint import Role
+from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
+
+_BITS = {1: torch.uint8, 2: torch.int16}
+"""The types of torch by their bytes under which NumPy takes values of its own types' extensions."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,17 @@ def shard_of(tensor: torch.Tensor, part: LocalPart, state: str, role: Role) -> L
         return LocalShard(part, state, role, tensor.reshape(part.box.shape) if tensor.is_contiguous() else tensor)
     values = tensor.view(-1)[part.offset : part.offset + part.size]
     return LocalShard(part, state, role, values.view(part.box.shape) if part.is_block else values)
+
+
+def as_array(memory: torch.Tensor) -> Array:
+    """The memory of a tensor on the CPU as an array of its shape, dtype and strides, without a copy."""
+    name = dtype_name(memory.dtype)
+    if name not in DTYPES:
+        raise UnsupportedError(f"a tensor is of type {name}, of which no checkpoint has values")
+    dtype, memory = DTYPES[name], memory.detach()
+    if dtype.isbuiltin == 1:
+        return memory.numpy()
+    return memory.view(_BITS[memory.element_size()]).numpy().view(dtype)  # NumPy itself lacks these types
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,17 +1,21 @@
 """Collective operations over the ranks of a run; without a process group there is one rank."""
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import distributed
 
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import CkptError, UnsupportedError
 
 T = TypeVar("T")
 _WARN_SECONDS = 30.0
 _PAUSE_SECONDS = 0.02
 _KEY = "ckpt_training/rank-{}"
+_MAX_TEXT = 4000
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -67,3 +71,110 @@ def broadcast(value: T) -> T:
     if rank_and_world()[1] > 1:
         distributed.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def gather_bytes(data: bytes) -> list[bytes]:
+    """The bytes of all ranks, in rank order. Every rank must call it. No pickle is sent."""
+    _, world = rank_and_world()
+    if world == 1:
+        return [data]
+    sizes = [torch.zeros(1, dtype=torch.int64, device=_device()) for _ in range(world)]
+    distributed.all_gather(sizes, torch.tensor([len(data)], device=_device()))
+    longest = max(int(size) for size in sizes)
+    if longest == 0:
+        return [b""] * world
+    padded = _tensor(data.ljust(longest, b"\0"))
+    every = [torch.empty_like(padded) for _ in range(world)]
+    distributed.all_gather(every, padded)
+    return [_bytes(one, int(size)) for one, size in zip(every, sizes, strict=True)]
+
+
+def broadcast_bytes(data: bytes, root: int = 0) -> bytes:
+    """The bytes of one rank. Every rank must call it. No pickle is sent."""
+    if rank_and_world()[1] == 1:
+        return data
+    size = torch.tensor([len(data)], device=_device())
+    distributed.broadcast(size, root)
+    if not int(size):
+        return b""
+    content = _tensor(data) if rank_and_world()[0] == root else torch.empty(int(size), dtype=torch.uint8).to(_device())
+    distributed.broadcast(content, root)
+    return _bytes(content, int(size))
+
+
+def lowest(number: int) -> int:
+    """The lowest of the numbers of all ranks. Every rank must call it."""
+    if rank_and_world()[1] == 1:
+        return number
+    value = torch.tensor([number], dtype=torch.int64, device=_device())
+    distributed.all_reduce(value, distributed.ReduceOp.MIN)
+    return int(value)
+
+
+def total(numbers: Sequence[int]) -> list[int]:
+    """The sums over all ranks of numbers, equally many on each. Every rank must call it."""
+    if rank_and_world()[1] == 1 or not numbers:
+        return list(numbers)
+    values = torch.tensor(numbers, dtype=torch.int64, device=_device())
+    distributed.all_reduce(values)
+    return [int(value) for value in values.tolist()]
+
+
+def raise_together(error: BaseException | None) -> None:
+    """Raise on all ranks if one rank has an error: the error of the first such rank. Every rank must call it.
+
+    Other ranks raise a `CkptError` of the same kind, which names that rank.
+    """
+    rank, world = rank_and_world()
+    root = lowest(world if error is None else rank)
+    if root == world:
+        return
+    if world == 1:
+        assert error is not None
+        raise error
+    own = json.dumps(_as_json(error, root)).encode() if rank == root else b""
+    content = json.loads(broadcast_bytes(own, root))
+    kind = next((one for one in _kinds(CkptError) if one.__name__ == content["kind"]), UnsupportedError)
+    raise kind(content["what"], where=content["where"], hint=content["hint"]) from error
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Within, an error of one rank is raised on all ranks (`raise_together`). Every rank must enter it."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    raise_together(failure)
+
+
+def _as_json(error: BaseException | None, rank: int) -> dict[str, Any]:
+    is_own = isinstance(error, CkptError)
+    what = error.what if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
+    return {
+        "kind": type(error).__name__,
+        "what": f"rank {rank}: {what}"[:_MAX_TEXT],
+        "where": error.where if is_own else None,  # type: ignore[union-attr]
+        "hint": error.hint if is_own else None,  # type: ignore[union-attr]
+    }
+
+
+def _kinds(kind: type[CkptError]) -> Iterator[type[CkptError]]:
+    yield kind
+    for one in kind.__subclasses__():
+        yield from _kinds(one)
+
+
+def _device() -> torch.device:
+    """The device whose tensors the process group can send."""
+    is_nccl = distributed.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_device())
+
+
+def _bytes(tensor: torch.Tensor, size: int) -> bytes:
+    return tensor[:size].cpu().numpy().tobytes()

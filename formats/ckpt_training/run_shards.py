@@ -6,7 +6,7 @@ import torch
 
 from ckpt_formats.core.checkpoint import Role
 from ckpt_formats.core.state_names import MASTER, MODEL, from_stored
-from ckpt_training.engines.run import TrackedRun, buffer_shards, clean_name
+from ckpt_training.engines.run import TrackedRun, TrackedTensor, buffer_shards, clean_name
 from ckpt_training.local_shards import LocalShard, local_parts, local_shard, shard_of
 
 
@@ -26,15 +26,44 @@ def model_shards_of(run: TrackedRun) -> Iterator[LocalShard]:
 
 def masters_of(run: TrackedRun) -> Iterator[LocalShard]:
     """This rank's memory of the masters: the tensors that optimizers step and the model does not compute with."""
-    of_model = {_memory_of(shard.memory) for shard in model_shards_of(run)}
-    known = set[int]()
+    of_model, known = _storages(run), set[int]()
     for one in run.tensors:
-        values = local_shard(one.tensor).detach()
-        if id(one.tensor) in known or (values.numel() and _memory_of(values) in of_model):
-            continue
-        known.add(id(one.tensor))
-        for part in one.all_parts:
-            yield shard_of(values, part, MASTER, "parameter")
+        if id(one.tensor) not in known and _is_master(one, of_model):
+            known.add(id(one.tensor))
+            for part in one.all_parts:
+                yield shard_of(local_shard(one.tensor).detach(), part, MASTER, "parameter")
+
+
+def names_of_run(run: TrackedRun) -> list[str]:
+    """The names of this rank's parameters and persistent buffers."""
+    stepped = (name for groups in run.group_names for names in groups for name in names)
+    return list(dict.fromkeys([*stepped, *(shard.name for shard in model_shards_of(run))]))
+
+
+def ties_of(run: TrackedRun) -> dict[str, tuple[str, ...]]:
+    """The names of tied parameters and buffers, each with all other names of the same memory."""
+    first: dict[int, str] = {}
+    together: dict[str, list[str]] = {}
+    for alias, name in (*run.aliases.items(), *_names_of_buffers(run, first)):
+        together.setdefault(name, [name]).append(alias)
+    return {one: tuple(other for other in names if other != one) for names in together.values() for one in names}
+
+
+def _names_of_buffers(run: TrackedRun, first: dict[int, str]) -> Iterator[tuple[str, str]]:
+    """The further names of buffers that the model has under several, each with the first one."""
+    for name, buffer in run.model.named_buffers(remove_duplicate=False):
+        full = run.rename(clean_name(name))
+        if first.setdefault(id(buffer), full) != full:
+            yield full, first[id(buffer)]
+
+
+def names_with_master(run: TrackedRun) -> frozenset[str]:
+    """The names of the parameters whose values in the model are made of masters, which may be on other ranks."""
+    of_model = _storages(run)
+    with_master = {one.optimizer for one in run.tensors if _is_master(one, of_model)}
+    own = {name for one in run.tensors if not _is_master(one, of_model) for name in one.names}
+    every = (name for number in with_master for names in run.group_names[number] for name in names)
+    return frozenset(every) - own
 
 
 def states_of(run: TrackedRun, number: int) -> Iterator[LocalShard]:
@@ -46,6 +75,12 @@ def states_of(run: TrackedRun, number: int) -> Iterator[LocalShard]:
                 yield shard_of(local_shard(value).detach(), part, from_stored(str(name)), "parameter")
 
 
-def _memory_of(tensor: torch.Tensor) -> int:
-    """Where the storage of a tensor begins: views of it begin there, too."""
-    return tensor.untyped_storage().data_ptr()
+def _storages(run: TrackedRun) -> frozenset[int]:
+    """Where the memory of the model's tensors begins, on this rank."""
+    return frozenset(shard.memory.untyped_storage().data_ptr() for shard in model_shards_of(run))
+
+
+def _is_master(one: TrackedTensor, of_model: frozenset[int]) -> bool:
+    """Does an optimizer step this tensor in place of the model's own? A view of the model's memory is none."""
+    values = local_shard(one.tensor)
+    return values.numel() > 0 and values.untyped_storage().data_ptr() not in of_model

@@ -51,8 +51,7 @@ from ckpt_formats.core.tensor import read  # noqa: E402
 from ckpt_formats.core.values import Global, TensorName  # noqa: E402
 from ckpt_formats.universal.chain import file as index  # noqa: E402
 from ckpt_formats.universal.chain import states  # noqa: E402
-from ckpt_recorder import resume  # noqa: E402
-from damage import ckpt  # noqa: E402
+from ckpt_training import load  # noqa: E402
 from training_loops import (  # noqa: E402
     buffers,
     corners,
@@ -104,7 +103,7 @@ class Differs(Exception):
 
 
 def outcome_of(loop: Loop, folder: Path, restores: int = 2) -> Outcome:
-    """Run a loop in this process and compare all its steps; `restores` of them also as files that `resume` loads."""
+    """Run a loop in this process and compare all its steps; `restores` of them also as files that `load` loads."""
     missing = [name for name in loop.needs if importlib.util.find_spec(name) is None]
     if missing:
         return Outcome("skipped", f"needs {missing[0]}")
@@ -195,7 +194,7 @@ def _some(steps: list[int], number: int) -> list[int]:
 
 
 def differences(state: Checkpoint, truth: Truth, next_truth: Truth | None = None) -> Iterator[str]:
-    """Where an opened step differs. States that are no tensors of a parameter are compared after `resume`."""
+    """Where an opened step differs. States that are no tensors of a parameter are compared after `load`."""
     for path, leaf in truth.model.items():
         name = _clean(path)
         parameter = state.parameters.get(state.aliases.get(name, name))
@@ -230,20 +229,15 @@ def differences(state: Checkpoint, truth: Truth, next_truth: Truth | None = None
 
 
 def _resume(run: Run, step: int, truth: Truth) -> tuple[str, str]:
-    """Restore a step as a file of torch, load it into the run's own objects, and compare these."""
-    path = run.chain.parent / "state.pt"
-    path.unlink(missing_ok=True)
-    done = ckpt("restore", f"{run.chain}@{step}", path, "--to", "torch")
-    if done.code:
-        return "lost", f"step {step} cannot be restored to torch: {done.err.strip()}"
+    """Load a step into the run's own objects, and compare these."""
     optimizer = run.optimizers if len(run.optimizers) > 1 else run.optimizers[0]
     try:
-        resumed = resume(path, run.model, optimizer)
+        resumed = load(f"{run.chain}@{step}", run.model, optimizer)
     except Exception as error:
-        return "lost", f"resume() at step {step}: {_last_frames(error)}"
-    mine = truth_of(run.model, run.optimizers, random_leaves(), flat(dict(resumed.notes)))
+        return "lost", f"load() at step {step}: {_last_frames(error)}"
+    mine = truth_of(run.model, run.optimizers, random_leaves(), flat(dict(resumed.extras)))
     if resumed.step != step:
-        return "SILENT", f"resume() at step {step} is at {resumed.step}"
+        return "SILENT", f"load() at step {step} is at {resumed.step}"
     later = run.truths.get(step + 1, truth) if run.sets_rates_first else truth
     pairs = [("", mine.model, truth.model, truth.model), ("", mine.optimizer, truth.optimizer, truth.optimizer)]
     pairs += [
@@ -267,7 +261,7 @@ def _resume(run: Run, step: int, truth: Truth) -> tuple[str, str]:
                 continue  # `load_state_dict` adds default options
             if label == "" and key not in wanted and key.partition("|")[0] not in begun and not _any(a):
                 continue  # it is what an optimizer begins with
-            return "SILENT", f"resume() at step {step}: {label}`{key}` {_figures(a, b)}"
+            return "SILENT", f"load() at step {step}: {label}`{key}` {_figures(a, b)}"
     return "exact", ""
 
 

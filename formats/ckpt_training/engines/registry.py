@@ -14,7 +14,9 @@ from ckpt_training.engines.run import TrackedRun, names_of, plain_run, unwrap
 
 
 def tracked_run(model: Any, optimizer: Any, rank: int, *, has_begun: bool) -> TrackedRun:
-    """The run of a model and its optimizer, or a list of them. `has_begun`: it is being recorded.
+    """The run of a model and its optimizer, or a list of them; None: of a model alone.
+
+    `has_begun`: it is being recorded.
 
     Raises `UnsupportedError` if the run cannot be recorded.
     """
@@ -22,7 +24,7 @@ def tracked_run(model: Any, optimizer: Any, rank: int, *, has_begun: bool) -> Tr
         return deepspeed.deepspeed_run(model, rank)
     if megatron.is_megatron(optimizer):
         return megatron.megatron_run(model, optimizer)
-    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     return _torch_run(model, [_innermost(one) for one in optimizers], has_begun=has_begun)
 
 

@@ -29,6 +29,10 @@ class TrackedTensor:
     replica_parts: tuple[LocalPart, ...] = ()
     """Further parts that are in it: another rank has them too, and records them."""
 
+    names: tuple[str, ...] = ()
+    """The names of all parameters that it is made of, also of those of which this rank has no part; if they are known
+    otherwise than from its parts."""
+
     @property
     def all_parts(self) -> tuple[LocalPart, ...]:
         return self.parts + self.replica_parts
@@ -151,6 +155,7 @@ def renamed(run: TrackedRun, rename: Callable[[str], str]) -> TrackedRun:
                 one,
                 parts=tuple(replace(part, name=rename(part.name)) for part in one.parts),
                 replica_parts=tuple(replace(part, name=rename(part.name)) for part in one.replica_parts),
+                names=tuple(map(rename, one.names)),
             )
             for one in run.tensors
         ),
@@ -217,7 +222,7 @@ def plain_run(
                             hint="Pass the model whose parameters the optimizer has to the recorder.",
                         )
                     one = FlatTensor((name,), tuple(local_parts(name, parameter)))
-                tensors.append(TrackedTensor(parameter, number, at, one.parts, one.replica_parts))
+                tensors.append(TrackedTensor(parameter, number, at, one.parts, one.replica_parts, one.names))
                 group_members += one.names
             groups.append(tuple(group_members))
         group_names.append(tuple(groups))

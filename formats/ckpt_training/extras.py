@@ -1,0 +1,110 @@
+"""Values other than parameters that a load gives back: to parts of the run, to modules, to random number generators."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, UnsupportedError
+from ckpt_formats.state_dicts.leaves import is_extra_state
+from ckpt_training import ranks
+from ckpt_training.engines.run import TrackedRun, clean_name
+from ckpt_training.plain_notes import OPTIMIZER_ENTRIES, extra_name, note_name
+from ckpt_training.plain_values import PlainValues
+from ckpt_training.random_states import restore_random_states
+
+_RANDOM_STATES = "random_states"
+_OWN = ("ckpt",)
+"""Extras that ckpt itself writes about a checkpoint."""
+
+
+@dataclass(frozen=True)
+class RestOfExtras(Mapping[str, Any]):
+    """Extras by name. A value is read when it is looked up: tensors in it become tensors of torch."""
+
+    values_of: PlainValues
+    names: Mapping[str, str]
+    """The names in the checkpoint, by the names of the run."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values_of.of(self.values_of.source.extras[self.names[name]])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@dataclass(eq=False)
+class Extras:
+    """The extras of a checkpoint and who takes them. Nothing is changed before `give`."""
+
+    source: Checkpoint
+    run: TrackedRun
+    parts: Mapping[str, Any]
+    """Objects with `load_state_dict`, by name."""
+    random_states: bool
+    values: PlainValues = field(init=False)
+    taken: set[str] = field(default_factory=set)
+    """The names of the extras that somebody takes."""
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidArgumentError` or `IncompleteError` for a part that cannot be loaded."""
+        self.values = PlainValues(self.source)
+        for name, part in self.parts.items():
+            if not hasattr(part, "load_state_dict"):
+                raise InvalidArgumentError(f"`{name}` is a {type(part).__name__}, which has no load_state_dict")
+            if self._stored_name(name) is None:
+                names = ", ".join(sorted(self.source.extras)) or "none"
+                raise IncompleteError(
+                    f"the checkpoint has no state of `{name}`; it has: {names}",
+                    where=self.source.path,
+                    hint="Pass the part under the name that the checkpoint has, or leave it out.",
+                )
+
+    @property
+    def others(self) -> "RestOfExtras":
+        """The extras that nobody takes."""
+        names = {note_name(name): name for name in self.source.extras if name not in self.taken and name not in _OWN}
+        return RestOfExtras(self.values, names)
+
+    def give(self) -> None:
+        """Give all parts, modules, optimizers and generators their states."""
+        entries = self.source.extras.get(OPTIMIZER_ENTRIES, {})
+        for number, optimizer in enumerate(self.run.optimizers):
+            if number in entries:
+                self._load("optimizer", OPTIMIZER_ENTRIES, partial(_add_entries, optimizer, number))
+        for name, module in self.run.model.named_modules():
+            full = self.run.rename(clean_name(f"{name}._extra_state" if name else "_extra_state"))
+            if is_extra_state(full) and full in self.source.extras:
+                self._load(full, full, module.set_extra_state)
+        for name, part in self.parts.items():
+            self._load(name, self._stored_name(name) or name, part.load_state_dict)
+        states = self.source.extras.get(_RANDOM_STATES)
+        own = f"rank-{ranks.rank_and_world()[0]:05d}"
+        if self.random_states and isinstance(states, Mapping) and own in states:
+            self._load(_RANDOM_STATES, _RANDOM_STATES, lambda value: restore_random_states(value[own]))
+
+    def _stored_name(self, part: str) -> str | None:
+        """The name of the extra with the state of a part; None if there is none."""
+        name = extra_name(part)
+        return name if name in self.source.extras else None
+
+    def _load(self, name: str, stored: str, give: Any) -> None:
+        try:
+            give(self.values.of(self.source.extras[stored]))
+        except Exception as error:  # whatever the user's object raises
+            raise UnsupportedError(
+                f"`{name}` does not take the state that the checkpoint has: {type(error).__name__}: {error}",
+                where=self.source.path,
+            ) from error
+        self.taken.add(stored)
+
+
+def _add_entries(optimizer: Any, number: int, entries: Mapping[int, Mapping[str, Any]]) -> None:
+    """Load what the state dict of an optimizer has besides the states of parameters and the groups."""
+    state, rest = optimizer.state_dict(), dict(entries[number])
+    state["state"] = {**state["state"], **rest.pop("state", {})}
+    optimizer.load_state_dict({**state, **rest})

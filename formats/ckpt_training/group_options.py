@@ -1,0 +1,62 @@
+"""The options of an optimizer's parameter groups, which a load gives back: learning rates, betas and others."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import InvalidArgumentError
+from ckpt_formats.core.fingerprint import fingerprint
+from ckpt_training.engines.run import TrackedRun
+from ckpt_training.plain_values import PlainValues
+
+_OF_THE_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
+"""What a group has of the run itself: its tensors, and the options that choose a kernel and no arithmetic."""
+
+
+@dataclass(eq=False)
+class GroupOptions:
+    """The stored options for each group of a run. Nothing is changed before `apply`."""
+
+    run: TrackedRun
+    source: Checkpoint
+    _planned: dict[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
+    """The new options by optimizer and group."""
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidArgumentError` if the parameters of a group had different options."""
+        by_name = {name: number for number, group in enumerate(self.source.groups) for name in group.names}
+        values = PlainValues(self.source)
+        for number, groups in enumerate(self.run.group_names):
+            for at, names in enumerate(groups):
+                stored = {by_name[one] for name in names if (one := self.source.aliases.get(name, name)) in by_name}
+                options = [dict(self.source.groups[one].options) for one in sorted(stored)]
+                if any(fingerprint(one) != fingerprint(options[0]) for one in options[1:]):
+                    raise InvalidArgumentError(
+                        f"a parameter group of the run has parameters with different options, such as `{names[0]}`",
+                        where=self.source.path,
+                        hint="Build the optimizer with the groups that the checkpoint has.",
+                    )
+                if options:
+                    own = {name: value for name, value in options[0].items() if name not in _OF_THE_RUN}
+                    self._planned[number, at] = values.of(own)
+
+    def after_load(self, optimizer: int, group: int) -> dict[str, Any]:
+        """The options of a group as they will be."""
+        return {**self.run.groups_of(optimizer)[group], **self._planned.get((optimizer, group), {})}
+
+    def apply(self) -> None:
+        """Set the options. A tensor of the run, such as a learning rate, stays the same tensor."""
+        for (number, at), options in self._planned.items():
+            group = self.run.groups_of(number)[at]
+            for name, value in options.items():
+                current = group.get(name)
+                if isinstance(current, torch.Tensor):
+                    new = torch.as_tensor(value)
+                    group[name] = current.copy_(new) if current.shape == new.shape else new.to(current.device)
+                elif isinstance(current, tuple) and isinstance(value, list):
+                    group[name] = tuple(value)
+                else:
+                    group[name] = value

@@ -1,0 +1,336 @@
+"""Load a checkpoint of any format into a live model and optimizer, whichever engine shards them."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+
+import ckpt
+from ckpt.reading import Reading
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.edits import WeightsOnly
+from ckpt_formats.core.errors import CkptError, IncompleteError, InvalidArgumentError, UnsupportedError
+from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.text import printable
+from ckpt_training import ranks
+from ckpt_training.engines.registry import check_initialized, tracked_run
+from ckpt_training.engines.run import TrackedRun, renamed
+from ckpt_training.extras import Extras
+from ckpt_training.group_options import GroupOptions
+from ckpt_training.local_shards import LocalShard, as_array
+from ckpt_training.matching import Matching, Mismatches, Rounding
+from ckpt_training.opening import open_together
+from ckpt_training.optimizer_states import StatePlan
+from ckpt_training.resumed_steps import count_from
+from ckpt_training.run_shards import masters_of, model_shards_of, names_of_run, names_with_master, ties_of
+
+Names = Literal["hf", "megatron"]
+_MANY = 1 << 30
+_SHOWN = 4
+"""The names of a kind that an error shows."""
+_STAGED = 32 << 20
+"""The bytes of the buffer through which values go to a device."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load` did: the same on all ranks, but for `nbytes`, `seconds` and what `cast` has of local shards."""
+
+    source: str
+    """What was loaded, with the step of a chain: `run.chain@1234`."""
+    step: int | None
+    """The step of the checkpoint."""
+    missing_keys: tuple[str, ...] = ()
+    """Tensors of the model, and states of the optimizer in parentheses, that the checkpoint lacks: they stay."""
+    unexpected_keys: tuple[str, ...] = ()
+    """Tensors of the checkpoint, and states in parentheses, that the model and the optimizer lack."""
+    mismatched_keys: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that have other shapes, with both: they stay."""
+    cast: Mapping[str, str] = field(default_factory=dict)
+    """Values that were stored in another dtype, with both dtypes."""
+    unverified: tuple[str, ...] = ()
+    """Checksums that were not compared, because the model lacks a part of what they cover."""
+    verified: int = 0
+    """The number of checksums that were compared."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """The values of the checkpoint that nothing took, by name: each is read when it is looked up."""
+    passed_over: Mapping[str, str] = field(default_factory=dict)
+    """Newer checkpoints of a folder that were not loaded, each with the reason."""
+    notices: tuple[str, ...] = ()
+    """What else the user should know."""
+    nbytes: int = 0
+    """The bytes that this rank has read from files."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """The time of each stage on this rank."""
+
+
+def load(
+    source: str | os.PathLike[str] | Checkpoint,
+    model: Any,
+    optimizer: Any = None,
+    *,
+    strict: bool = True,
+    names: Names | Mapping[str, str] | Callable[[str], str] | None = None,
+    rename: Callable[[str], str] | None = None,
+    rounding: Rounding = "weights",
+    vocab_rows: int | None = None,
+    random_states: bool = True,
+    resources: ckpt.Resources | None = None,
+    **parts: Any,
+) -> Loaded:
+    """Load a checkpoint of any format into a live run. All ranks of the process group call it together.
+
+    Each rank reads the blocks that it has in memory, straight into that memory. Until all ranks know that everything
+    fits, no value of the model, the optimizer or the parts changes. All checksums of the ranges that were read are
+    compared, over all ranks, before `load` returns.
+
+    Args:
+        source: A path, a URL, a step of a chain (`run.chain@1234`), or a `ckpt.Checkpoint` after any edits. Of a folder
+            with several checkpoints, the newest complete one.
+        model: A module (plain, DDP, FSDP1, FSDP2 on any mesh, tensor-parallel DTensors), a DeepSpeed engine, or the
+            list of Megatron's model chunks.
+        optimizer: The optimizer, or the list of them; None: load no optimizer. A DeepSpeed engine has its own.
+        strict: Raise if a name is missing, unexpected, or has another shape; else report it in the result.
+        names: How tensors are called: `hf` or `megatron`, or a mapping or a function from stored names to the
+            model's. None: as they are stored; if that does not fit, as `hf` or `megatron` call them, with a notice.
+        rename: Gives the name in the full model of a tensor of this rank's model, for ranks with parts of one model.
+        rounding: What may be rounded to the dtype of the memory, to nearest even: `weights`, `none`, or `all`.
+        vocab_rows: The rows of the vocabulary without padding, if tables have more rows in one of both.
+        random_states: Also restore this rank's random number generators, if the run stored them.
+        resources: The threads and the memory of each rank.
+        parts: Other objects with `load_state_dict`, each by the name under which the checkpoint has its state.
+
+    Raises:
+        IncompleteError: The checkpoint lacks a tensor or a state that the run has.
+        InvalidArgumentError: A name or shape does not fit.
+        UnsupportedError: A dtype would be rounded, or the engine is not known.
+        CorruptError: A checksum does not match, or a file was replaced meanwhile.
+        CkptError: Others of `ckpt.open`. Every error is raised on all ranks. If it came after the first value was
+            changed, it says so.
+    """
+    clock = _Clock()
+    opened = open_together(source)
+    with ranks.together():
+        check_initialized(model)
+        run = tracked_run(model, optimizer, ranks.rank_and_world()[0], has_begun=False)
+        run = run if rename is None else renamed(run, rename)
+    named, notices = _with_names(opened.checkpoint, run, names)
+    with ranks.together():
+        matching = Matching(named, ties_of(run), rounding, vocab_rows)
+        fills = list(_model_fills(run, matching))
+        extras = Extras(named, run, parts, random_states)
+        groups = GroupOptions(run, named)
+        states = StatePlan(run, matching, groups, extras.values)
+    unexpected = _unexpected(matching, states)
+    missing = _of_all_ranks(matching.mismatches.missing)
+    with ranks.together():
+        _check(matching.mismatches, missing, unexpected, strict, named)
+        notices = (*notices, *_notices(states))
+    clock.note("plan")
+    with Reading(named, resources=resources) as reading:
+        try:
+            with ranks.together(), torch.no_grad():
+                _fill(reading, [*fills, *states.create()])
+            clock.note("read")
+            verified, unverified = _verify(reading)
+            clock.note("verify")
+            with ranks.together(), torch.no_grad():
+                run.refresh()
+                groups.apply()
+                if named.step is not None:
+                    run.set_step(named.step)
+                    for one in run.optimizers:
+                        count_from(one, named.step)
+                extras.give()
+        except CkptError as error:
+            again = "The run now has values of both: load again."
+            error.hint = f"{error.hint} {again}" if error.hint else again
+            raise
+        clock.note("finish")
+        return Loaded(
+            opened.address,
+            named.step,
+            tuple(missing),
+            tuple(unexpected),
+            matching.mismatches.shapes,
+            matching.mismatches.cast,
+            unverified,
+            verified,
+            extras.others,
+            opened.passed_over,
+            notices,
+            reading.nbytes,
+            clock.seconds,
+        )
+
+
+class _Clock:
+    """The seconds of each stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def note(self, stage: str) -> None:
+        """End a stage."""
+        now = time.perf_counter()
+        self.seconds[stage], self._last = now - self._last, now
+
+
+def _with_names(
+    source: Checkpoint, run: TrackedRun, names: Names | Mapping[str, str] | Callable[[str], str] | None
+) -> tuple[Checkpoint, tuple[str, ...]]:
+    """The checkpoint under the names of the model, and a notice if ckpt has chosen them. All ranks agree on these."""
+    with ranks.together():
+        if isinstance(names, str):
+            return ckpt.use_names(source, names), ()
+        if names is not None:
+            return source.rename(names), ()
+        own = [*names_of_run(run)]
+    lacking = ranks.total([_lacking(source, own)])[0]
+    if not lacking:
+        return source, ()
+    for naming in get_args(Names):
+        try:
+            other, own_lacking = (renamed := ckpt.use_names(source, naming)), _lacking(renamed, own)
+        except CkptError:
+            other, own_lacking = source, _MANY
+        if ranks.total([own_lacking])[0] == 0:
+            return other, (f"the checkpoint's tensors are called as `{naming}` calls them",)
+    return source, ()
+
+
+def _lacking(source: Checkpoint, names: Iterable[str]) -> int:
+    """How many names of the model the checkpoint lacks."""
+    return sum(name not in source.parameters and name not in source.aliases for name in names)
+
+
+def _model_fills(run: TrackedRun, matching: Matching) -> Iterator[tuple[LocalShard, Tensor]]:
+    """The memory of the model and of the masters, with the stored values. What `refresh` makes is left out."""
+    masters = list(masters_of(run))
+    made_by_refresh = names_with_master(run) if masters else frozenset[str]()
+    for shard in (*masters, *(one for one in model_shards_of(run) if one.name not in made_by_refresh)):
+        if (stored := matching.values(shard.part, shard.state, shard.memory.dtype)) is not None:
+            yield shard, stored
+
+
+def _unexpected(matching: Matching, states: StatePlan) -> list[str]:
+    """What the checkpoint has and no rank uses. Every rank must call it."""
+    names = [name for name, one in matching.source.parameters.items() if one.role != "extra"]
+    counts = ranks.total([int(name in matching.used) for name in names])
+    unused = [name for name, count in zip(names, counts, strict=True) if not count]
+    return [*unused, *_of_all_ranks(states.unused)]
+
+
+def _of_all_ranks(names: Iterable[str]) -> list[str]:
+    """The names of all ranks, each once. Every rank must call it."""
+    own = list(names)
+    if not ranks.total([len(own)])[0]:
+        return []
+    every = (json.loads(data) for data in ranks.gather_bytes(json.dumps(own).encode()))
+    return list(dict.fromkeys(name for one in every for name in one))
+
+
+def _check(
+    mismatches: Mismatches, missing: Sequence[str], unexpected: Sequence[str], strict: bool, source: Checkpoint
+) -> None:
+    """Raise an error for what does not fit; unless `strict`, only for values that would be rounded."""
+    if mismatches.refused:
+        name, dtypes = next(iter(mismatches.refused.items()))
+        raise UnsupportedError(
+            f"{len(mismatches.refused)} tensors would be rounded, such as `{name}`: {dtypes}",
+            where=source.path,
+            hint='Allow it with rounding="all", or give the run the dtypes of the checkpoint.',
+        )
+    missing = () if source.is_partial else missing
+    if any(isinstance(edit, WeightsOnly) for edit in source.history):
+        missing = [name for name in missing if not name.endswith(")")]
+    if not strict or not (missing or unexpected or mismatches.shapes):
+        return
+    shapes = [f"`{name}` ({text})" for name, text in mismatches.shapes.items()]
+    lists = [
+        ("missing", list(map(_quoted, missing))),
+        ("unexpected", list(map(_quoted, unexpected))),
+        ("mismatched", shapes),
+    ]
+    what = "; ".join(f"{kind}: {_some(names)}" for kind, names in lists if names)
+    error = IncompleteError if missing else InvalidArgumentError
+    raise error(f"the checkpoint does not fit the run: {what}", where=source.path, hint=_hint(missing, unexpected))
+
+
+def _notices(states: StatePlan) -> Iterator[str]:
+    if states.fresh:
+        names = _some(list(map(_quoted, states.fresh)))
+        yield f"the checkpoint has no optimizer state of {names}: the run had not stepped them"
+    if states.skipped:
+        yield f"the optimizer keeps no such state: {_some(list(map(_quoted, states.skipped)))}"
+
+
+def _quoted(name: str) -> str:
+    return f"`{printable(name)}`"
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """What would make the names fit: another prefix, if that is all; else what to do about the rest."""
+    weights = [name for name in missing if not name.endswith(")")]
+    if weights and unexpected:
+        stored = set(unexpected)
+        for name in stored:
+            prefix = name.removesuffix(weights[0])
+            if prefix != name and all(prefix + one in stored for one in weights):
+                return f"Pass names=lambda name: name.removeprefix({prefix!r})."
+        for prefix in (weights[0].removesuffix(one) for one in stored if weights[0].endswith(one)):
+            if prefix and all(one.removeprefix(prefix) in stored for one in weights):
+                return f"Pass names=lambda name: {prefix!r} + name."
+    if missing and not weights:
+        return "To load weights alone, pass ckpt.open(source).weights_only() as the source."
+    return "Pass names= to rename tensors, or strict=False to load what fits."
+
+
+def _fill(reading: Reading, fills: Iterable[tuple[LocalShard, Tensor]]) -> None:
+    """Read all local shards: those of the CPU straight into their memory, others through a buffer."""
+    others, own = list[tuple[LocalShard, Tensor]](), []
+    for shard, stored in fills:
+        if not shard.memory.numel():
+            continue
+        if shard.memory.device.type == "cpu":
+            own.append((stored, as_array(shard.memory)))
+        else:
+            others.append((shard, stored))
+    reading.fill(own)
+    for shard, stored in others:
+        _fill_device(reading, shard, stored)
+
+
+def _fill_device(reading: Reading, shard: LocalShard, stored: Tensor) -> None:
+    """Read a local shard on a device, in blocks."""
+    memory = shard.memory if shard.memory.is_contiguous() else torch.empty_like(shard.memory).contiguous()
+    flat, each = memory.view(-1), max(1, _STAGED // memory.element_size())
+    buffer = torch.empty(min(each, flat.numel()), dtype=memory.dtype, pin_memory=memory.device.type == "cuda")
+    for low in range(0, flat.numel(), each):
+        block = buffer[: min(each, flat.numel() - low)]
+        reading.fill([(stored.flat[low : low + block.numel()], as_array(block))])
+        flat[low : low + block.numel()].copy_(block)
+    if memory is not shard.memory:
+        shard.memory.copy_(memory)
+
+
+def _verify(reading: Reading) -> tuple[int, tuple[str, ...]]:
+    """Compare the checksums of all that the ranks have read together. Every rank must call it."""
+    every = ranks.gather_bytes(reading.evidence())
+    verdict = b""
+    with ranks.together():
+        if ranks.rank_and_world()[0] == 0:
+            verification = reading.verify(every[1:])
+            verdict = json.dumps([verification.seals, verification.unverified]).encode()
+    seals, unverified = json.loads(ranks.broadcast_bytes(verdict))
+    return int(seals), tuple(unverified)

@@ -1,0 +1,109 @@
+"""Open the same checkpoint on all ranks: rank 0 decides which one, and the ranks compare what they have opened."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+import ckpt
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
+from ckpt_formats.core.files import LazySeals
+from ckpt_formats.core.text import printable
+from ckpt_formats.stores.location import source_path
+from ckpt_training import ranks
+
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedSource:
+    """A checkpoint that all ranks have opened."""
+
+    checkpoint: Checkpoint
+    address: str
+    """What `ckpt.open` opens again, with the step of a chain."""
+    passed_over: dict[str, str] = field(default_factory=dict)
+    """Newer ones of the same folder, each with the reason why it is not this one."""
+
+
+def open_together(source: str | os.PathLike[str] | Checkpoint) -> OpenedSource:
+    """Open a checkpoint on all ranks. Raises `CkptError` on all of them if one fails, or has opened another one."""
+    with ranks.together():
+        own = _open_first(source) if ranks.rank_and_world()[0] == 0 else None
+    address, passed_over = json.loads(
+        ranks.broadcast_bytes(json.dumps([own.address, own.passed_over]).encode() if own is not None else b"")
+    )
+    with ranks.together():
+        if own is None:
+            own = OpenedSource(source if isinstance(source, Checkpoint) else ckpt.open(address), address, passed_over)
+    digest = _digest(own.checkpoint)
+    first = ranks.broadcast_bytes(digest)
+    with ranks.together():
+        if digest != first:
+            raise CorruptError(
+                "rank 0 has opened another checkpoint at this path",
+                where=address,
+                hint="Load from storage that all ranks share, and from a checkpoint that nobody writes.",
+            )
+    return own
+
+
+def _open_first(source: str | os.PathLike[str] | Checkpoint) -> OpenedSource:
+    """What rank 0 opens."""
+    if isinstance(source, Checkpoint):
+        return OpenedSource(source, str(source.path))
+    text = os.fspath(source)
+    try:
+        checkpoint = ckpt.open(text)
+    except NotFoundError:
+        path = source_path(text)
+        passed_over: dict[str, str] = {}
+        for child in _newest_first(path) if path.is_dir() else ():
+            opened = _open_or_reason(child)
+            if isinstance(opened, Checkpoint):
+                return OpenedSource(opened, str(child), passed_over)
+            if opened is not None:
+                passed_over[child.name] = opened
+        if passed_over:
+            name, reason = next(iter(passed_over.items()))
+            what = f"none of its checkpoints is complete; the newest is `{printable(name)}`: {reason}"
+            raise IncompleteError(what, where=text) from None
+        raise
+    is_last_of_chain = checkpoint.step is not None and (source_path(text) / "chain.json").is_file()
+    return OpenedSource(checkpoint, f"{text.rstrip('/')}@{checkpoint.step}" if is_last_of_chain else text)
+
+
+def _open_or_reason(path: Path) -> Checkpoint | str | None:
+    """The checkpoint at a path, or why it cannot be opened; None if there is none."""
+    try:
+        return ckpt.open(path)
+    except NotFoundError:
+        return None
+    except CkptError as error:
+        return str(error)
+
+
+def _newest_first(folder: Path) -> Iterator[Path]:
+    """What is in a folder, by the last number in its name, the largest first."""
+
+    def number(path: Path) -> tuple[int, str]:
+        numbers = _NUMBER.findall(path.name)
+        return (int(numbers[-1]) if numbers else -1, path.name)
+
+    return iter(sorted(folder.iterdir(), key=number, reverse=True))
+
+
+def _digest(checkpoint: Checkpoint) -> bytes:
+    """A hash of what a checkpoint has: the step, all names, shapes and dtypes, and the checksums that are known."""
+    digest = xxhash.xxh3_128(f"{checkpoint.format} {checkpoint.step}".encode())
+    for parameter, state, tensor in checkpoint.tensors():
+        digest.update(f"{parameter.name}\0{state}\0{tensor.dtype.name}{tensor.shape}".encode("utf-8", "surrogatepass"))
+    seals = checkpoint.seals
+    for seal in seals.listed() if isinstance(seals, LazySeals) else seals:
+        digest.update(b"%d %d %d" % (seal.offset, seal.nbytes, seal.digest))
+    return digest.digest()

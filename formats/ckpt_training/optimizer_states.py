@@ -1,0 +1,260 @@
+"""The states of live optimizers: which ones they keep, which of them a checkpoint has, and the memory for them."""
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
+from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.state_names import from_stored, to_stored
+from ckpt_formats.core.tensor import Tensor
+from ckpt_training.engines.run import TrackedRun, TrackedTensor
+from ckpt_training.group_options import GroupOptions
+from ckpt_training.local_shards import LocalShard, local_shard, shard_of
+from ckpt_training.matching import Matching
+from ckpt_training.plain_values import PlainValues
+
+_COUNT = "step"
+_SIDE = 3
+"""The length of each axis of a probed tensor."""
+
+
+class StateForm(NamedTuple):
+    """What an optimizer keeps under a name."""
+
+    is_elementwise: bool
+    """Has it one element for each of the tensor's?"""
+    value: Any
+    """A tensor or a value of the same kind: its dtype and device count."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedState:
+    """A state of a tracked tensor that a load creates or fills."""
+
+    number: int
+    """The number of the tensor in the run."""
+    key: str
+    """The optimizer's name for the state."""
+    parts: tuple[Tensor | None, ...] = ()
+    """The stored values of each part of the tensor."""
+    dtype: torch.dtype | None = None
+    """The dtype of the state; None: it has no element for each of the tensor's, and becomes `value`."""
+    value: Any = None
+
+
+@dataclass(eq=False)
+class StatePlan:
+    """The states of a run's optimizers that a checkpoint has. Nothing is changed before `create`.
+
+    An optimizer gets no state that the checkpoint lacks: it makes such a state itself, as it does at its first step.
+    """
+
+    run: TrackedRun
+    matching: Matching
+    groups: GroupOptions
+    values: PlainValues
+    fresh: dict[str, None] = field(default_factory=dict)
+    """Parameters of which the checkpoint has no state, although it has an optimizer: they were not stepped yet."""
+    skipped: dict[str, None] = field(default_factory=dict)
+    """Stored states that the optimizer keeps of other tensors only."""
+    unused: dict[str, None] = field(default_factory=dict)
+    """Stored states that no optimizer of the run keeps."""
+    _planned: list[PlannedState] = field(default_factory=list)
+    _dropped: list[tuple[int, str | None]] = field(default_factory=list)
+    """States that the run had not at that step, by the number of the tensor and the key; None: all."""
+    _probed: dict[tuple[Any, ...], Mapping[str, StateForm] | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        source, kept = self.matching.source, set[str]()
+        has_optimizer = bool(source.groups) or any(_names_of_states(one) for one in source.parameters.values())
+        for number in range(len(self.run.tensors)):
+            planned = list(self._of_tensor(number, has_optimizer))
+            kept.update(one.key for one in planned)
+            self._planned += planned
+        self.unused = {label: None for label in self.skipped if _key_of(label) not in kept}
+        self.skipped = {label: None for label in self.skipped if label not in self.unused}
+
+    def create(self) -> Iterator[tuple[LocalShard, Tensor]]:
+        """Create the states, and yield the memory of those that are to be filled, with their stored values."""
+        for number, key in self._dropped:
+            tracked = self.run.tensors[number]
+            states = self.run.optimizers[tracked.optimizer].state
+            if key is None:
+                states.pop(tracked.tensor, None)
+            elif tracked.tensor in states:
+                states[tracked.tensor].pop(key, None)
+        for one in self._planned:
+            tracked = self.run.tensors[one.number]
+            state = self.run.optimizers[tracked.optimizer].state[tracked.tensor]
+            if one.dtype is None:
+                state[one.key] = one.value
+                continue
+            current = state.get(one.key)
+            if not isinstance(current, torch.Tensor) or current.shape != tracked.tensor.shape:
+                # Zeros, because a flat vector has padding that no part fills.
+                state[one.key] = current = torch.zeros_like(tracked.tensor.detach(), dtype=one.dtype)
+            values = local_shard(current).detach()
+            for part, stored in zip(tracked.all_parts, one.parts, strict=False):
+                if stored is not None:
+                    yield shard_of(values, part, from_stored(one.key), "parameter"), stored
+
+    def _of_tensor(self, number: int, has_optimizer: bool) -> Iterator[PlannedState]:
+        tracked = self.run.tensors[number]
+        names = list(dict.fromkeys(part.name for part in tracked.all_parts)) or list(tracked.names)
+        if not names:
+            return
+        stored = [one for name in names for one in self.matching.parameters(name)]
+        in_source = {name for one in stored for name in _names_of_states(one)}
+        if not in_source and (not stored or has_optimizer):
+            self.fresh |= dict.fromkeys(one.name for one in stored)
+            self._dropped.append((number, None))
+            return
+        forms = self._forms_of(tracked)
+        if forms is None:
+            keys = {to_stored(name): name for name in sorted(in_source)}
+        else:
+            keys = {key: from_stored(key) for key in forms}
+            self.skipped |= {_label(names[0], name): None for name in in_source - set(keys.values()) - {_COUNT}}
+            existing = self.run.optimizers[tracked.optimizer].state.get(tracked.tensor, {})
+            self._dropped += [(number, str(key)) for key in existing if str(key) not in forms]
+        for key, name in keys.items():
+            yield from self._state(number, names, stored, key, name, None if forms is None else forms[key])
+
+    def _state(
+        self, number: int, names: list[str], stored: list[Parameter], key: str, name: str, form: StateForm | None
+    ) -> Iterator[PlannedState]:
+        """A state by its name in the optimizer and in the library. `form`: None if the optimizer is not known."""
+        if key == _COUNT:
+            counts = {count for one in stored if (count := one.count) is not None}
+            if len(counts) > 1:
+                raise UnsupportedError(
+                    f"the tensor with `{names[0]}` is stepped as one, but its parameters had {sorted(counts)} steps"
+                )
+            if counts:
+                yield PlannedState(number, key, value=_count_like(form, counts.pop()))
+            elif form is not None:
+                self.matching.mismatches.missing[_label(names[0], name)] = None
+            return
+        first = stored[0] if stored else None
+        in_states = first is not None and name in first.states
+        if form.is_elementwise if form is not None else in_states and stored[0].states[name].shape == stored[0].shape:
+            tracked = self.run.tensors[number]
+            dtype = form.value.dtype if form is not None else _torch_dtype(stored[0].states[name])
+            parts = tuple(self.matching.values(part, name, dtype) for part in tracked.all_parts)
+            if any(one is not None for one in parts) or (not parts and in_states):
+                yield PlannedState(number, key, parts, dtype)
+        elif first is not None and (in_states or name in first.values):
+            yield PlannedState(number, key, value=self._whole(number, first, name, form))
+        else:
+            self.matching.mismatches.missing[_label(names[0], name)] = None
+
+    def _whole(self, number: int, stored: Parameter, name: str, form: StateForm | None) -> Any:
+        """A state that has another shape than its tensor, or is no tensor."""
+        if name in stored.values:
+            return _like(form, self.values.of(stored.values[name]))
+        tensor, tracked = stored.states[name], self.run.tensors[number]
+        has_all = (
+            len(tracked.all_parts) == 1 and tracked.all_parts[0].size == tracked.tensor.numel() == stored.weight.size
+        )
+        if tensor.shape and not has_all:
+            raise UnsupportedError(
+                f"the state {name} has its own shape {list(tensor.shape)}, and the parameter is sharded",
+                where=stored.name,
+                hint="Load into an unsharded optimizer, or load without the optimizer.",
+            )
+        values = tensor.torch()
+        return _like(form, values) if form is not None else values.to(tracked.tensor.device)
+
+    def _forms_of(self, tracked: TrackedTensor) -> Mapping[str, StateForm] | None:
+        """What the optimizer keeps of a tensor, under the stored options of its group; None if that is not known."""
+        optimizer = self.run.optimizers[tracked.optimizer]
+        existing = {
+            str(key): StateForm(
+                isinstance(one, torch.Tensor) and one.dim() > 0 and one.shape == tracked.tensor.shape, one
+            )
+            for key, one in optimizer.state.get(tracked.tensor, {}).items()
+            if one is not None
+        }
+        if not type(optimizer).__module__.startswith("torch.optim."):
+            return existing or None
+        tensor = local_shard(tracked.tensor)
+        key = (tracked.optimizer, tracked.group, tensor.dtype, tensor.dim(), tensor.device)
+        if key not in self._probed:
+            options = self.groups.after_load(tracked.optimizer, tracked.group)
+            self._probed[key] = _forms_after_a_step(optimizer, options, tensor)
+        probed = self._probed[key]
+        if probed is None:
+            return existing or None
+        return {name: existing.get(name, form) for name, form in probed.items()}
+
+
+def _forms_after_a_step(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor
+) -> Mapping[str, StateForm] | None:
+    """What an optimizer of torch keeps after the first step of a tensor like this one; None if it cannot step.
+
+    A copy of the optimizer steps a tensor of its own, so the optimizer and its hooks do not notice.
+    """
+    parameter = torch.nn.Parameter(torch.zeros((_SIDE,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
+    parameter.grad = torch.zeros_like(parameter)
+    twin = copy.copy(optimizer)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**group, "params": [parameter]}]
+    with suppress(Exception), torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(twin)
+        return {
+            str(key): StateForm(_is_elementwise(str(key), one, parameter), one)
+            for key, one in twin.state[parameter].items()
+            if one is not None
+        }
+    return None
+
+
+def _is_elementwise(key: str, value: Any, tensor: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape and key != _COUNT
+
+
+def _names_of_states(parameter: Parameter) -> set[str]:
+    """The names of the states that an optimizer has of a parameter."""
+    return {name for name in (*parameter.states, *parameter.values) if name not in (MODEL, MASTER)}
+
+
+def _label(name: str, state: str) -> str:
+    return f"{name} ({state})"
+
+
+def _key_of(label: str) -> str:
+    """The optimizer's name of the state of a label."""
+    return to_stored(label.rpartition("(")[2].removesuffix(")"))
+
+
+def _count_like(form: StateForm | None, count: float) -> Any:
+    """A number of steps as the optimizer has it. If it is not known, as torch's own optimizers do."""
+    return torch.tensor(float(count)) if form is None else _like(form, count)
+
+
+def _like(form: StateForm | None, value: Any) -> Any:
+    """A value as the optimizer has it: a tensor of the form's dtype on its device, or a plain number."""
+    kind = None if form is None else form.value
+    if isinstance(kind, torch.Tensor):
+        tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
+        tensor = tensor.to(kind.device, kind.dtype)
+        return tensor.reshape(kind.shape) if tensor.numel() == kind.numel() else tensor
+    if isinstance(kind, (int, float)) and not isinstance(kind, bool) and not isinstance(value, bool):
+        return type(kind)(value)
+    return value
+
+
+def _torch_dtype(tensor: Tensor) -> torch.dtype:
+    dtype = getattr(torch, tensor.dtype.name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(f"torch has no type {tensor.dtype.name}")
+    return dtype
