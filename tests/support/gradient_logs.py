@@ -89,19 +89,21 @@ class Log:
         return b"".join(content)
 
 
-def small_layout(first: int = 0) -> SegmentLayout:
-    """Three tensors on two ranks, one of them cut, in two groups."""
-    tensors = tuple(LoggedTensor(name, "float32", shape) for name, shape in SHAPES.items())
-    w, b = Box.whole(SHAPES["w"]), Box.whole(SHAPES["b"])
+def small_layout(first: int = 0, scale: int = 1) -> SegmentLayout:
+    """Three tensors on two ranks, one of them cut, in two groups. They are `scale` times as long as `SHAPES`."""
+    shapes = {name: (scale * shape[0], *shape[1:]) for name, shape in SHAPES.items()}
+    tensors = tuple(LoggedTensor(name, "float32", shape) for name, shape in shapes.items())
+    w, b = Box.whole(shapes["w"]), Box.whole(shapes["b"])
+    v, cut, size = (Box((0, 0, 0), (scale, 3, 2)), Box((scale, 0, 0), (2 * scale, 3, 2))), 7 * scale, 6 * scale
     vectors = (OptimizerVector(0, 0, first), OptimizerVector(0, 1, first), OptimizerVector(0, 0, first))
     ranks = (
-        RankLayout(vectors, (VectorPart(0, 0, 0, 7, 7, w), VectorPart(2, 2, 0, 6, 6, Box((0, 0, 0), (1, 3, 2))))),
+        RankLayout(vectors, (VectorPart(0, 0, 0, cut, cut, w), VectorPart(2, 2, 0, size, size, v[0]))),
         RankLayout(
             vectors,
             (
-                VectorPart(0, 0, 7, 12, 5, w),
-                VectorPart(1, 1, 0, 5, 5, b),
-                VectorPart(2, 2, 0, 6, 6, Box((1, 0, 0), (2, 3, 2))),
+                VectorPart(0, 0, cut, 12 * scale, 5 * scale, w),
+                VectorPart(1, 1, 0, 5 * scale, 5 * scale, b),
+                VectorPart(2, 2, 0, size, size, v[1]),
             ),
         ),
     )
@@ -109,17 +111,18 @@ def small_layout(first: int = 0) -> SegmentLayout:
     return SegmentLayout("run", first, "exact", tensors, (optimizer,), ranks, {"other": "w"}, {"torch": "2.13"}, None)
 
 
-def small_log(steps: int = 3, seed: int = 1) -> Log:
+def small_log(steps: int = 3, seed: int = 1, scale: int = 1) -> Log:
     """A run of Adam with notes and fingerprints."""
     random = np.random.default_rng(seed)
-    layout = small_layout()
+    layout = small_layout(scale=scale)
+    shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
     state: dict[str, dict[str, Array]] = {
         name: {
             "param": random.standard_normal(shape).astype(np.float32),
             "exp_avg": _zeros(shape),
             "exp_avg_sq": _zeros(shape),
         }
-        for name, shape in SHAPES.items()
+        for name, shape in shapes.items()
     }
     truth = [deepcopy(state)]
     ranks: list[list[Entry]] = [[], []]
@@ -131,7 +134,7 @@ def small_log(steps: int = 3, seed: int = 1) -> Log:
             entries.append(coded(layout, rank, Kind.STATE, 0, {"state": name}, values))
         entries.append(fingerprint(layout, rank, 0, state))
     for step in range(1, steps + 1):
-        gradients = {name: random.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+        gradients = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
         for name, held in state.items():
             group = next(i for i, names in enumerate(GROUPS) if name in names)
             flat = {key: values.reshape(-1) for key, values in held.items()}

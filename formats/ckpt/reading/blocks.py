@@ -1,6 +1,7 @@
 """Blocks of tensors, and the memory that each is read into: checked, and read one by one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -8,11 +9,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ckpt_codecs.base import Codec
 from ckpt_codecs.scratch import temporary_buffer
 from ckpt_formats.core.dtypes import DTYPES, DType, is_float
 from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.files import Reader
-from ckpt_formats.core.geometry import Box, slabs
+from ckpt_formats.core.geometry import Box, Shape, slabs
 from ckpt_formats.core.tensor import Array, FileBlob, Tensor
 from ckpt_formats.core.value_changes import changed_by_cast
 
@@ -23,16 +25,35 @@ _INFINITIES = {"float16": 0x7C00, "bfloat16": 0x7F80}
 """The bits of infinity: no bits of a finite number are larger, except for the sign."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
+class DerivedCopy:
+    """An array of values that are derived from those of a block."""
+
+    codec: Codec
+    dtype: DType
+    """Of the values as they are derived. The array may have another one."""
+    out: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Block:
     """A tensor, and the array of its shape that it is read into."""
 
     tensor: Tensor
     out: Array
+    copies: tuple[DerivedCopy, ...] = ()
+    """Further arrays of this shape. If there are any, `out` has the tensor's dtype."""
 
     def part(self, box: Box) -> "Block":
         """A block of it."""
-        return Block(self.tensor.crop(box), self.out[box.index])
+        copies = tuple(DerivedCopy(one.codec, one.dtype, one.out[box.index]) for one in self.copies)
+        return Block(self.tensor.crop(box), self.out[box.index], copies)
+
+    def as_block(self, tensor: Tensor) -> "Block":
+        """The same elements as a tensor of another shape: this one is a vector."""
+        shape = tensor.shape
+        copies = tuple(DerivedCopy(one.codec, one.dtype, one.out.reshape(shape)) for one in self.copies)
+        return Block(tensor, self.out.reshape(shape), copies)
 
     def first_source(self) -> FileBlob | None:
         """Where its first values lie; None if they lie in no file."""
@@ -61,7 +82,7 @@ def checked_blocks(pairs: Iterable[tuple[Tensor, Array]]) -> list[Block]:
                 hint="Floats are rounded to other floats. For all else, read into an array of the tensor's type.",
             )
         for problem in tensor.problems():
-            first = Block(tensor, out).first_source()
+            first = next(iter(tensor.sources()), None)
             raise IncompleteError(f"block {number}: {problem}", where=None if first is None else first.path)
         if out.size:
             blocks.append(Block(tensor, out))
@@ -78,31 +99,59 @@ def _is_exact_or_rounded(stored: DType, wanted: DType) -> bool:
 
 
 def read_block(block: Block, reader: Reader) -> None:
-    """Read a block into its array. Raises `CkptError`; then the array may have values of the file and others."""
+    """Read a block into its arrays. Raises `CkptError`; then an array may have values of the file and others."""
     tensor, out = block.tensor, block.out
     if tensor.dtype == out.dtype and out.flags.c_contiguous and tensor.reads_in_place:
         tensor.read_into(out, reader)
+        for part in _small_parts(block) if block.copies else ():
+            _derive(part)
         return
-    itemsize = max(tensor.dtype.itemsize, out.dtype.itemsize)
-    for box in slabs(tensor.shape, CAST // itemsize):
-        part = block if box.shape == tensor.shape else block.part(box)
+    for part in _small_parts(block):
         if tensor.dtype == out.dtype:
             part.tensor.read_into(part.out, reader)
+            _derive(part)
+        else:
+            with _scratch(part.tensor.shape, tensor.dtype) as values:
+                part.tensor.read_into(values, reader)
+                round_into(part.out, values, tensor)
+
+
+def _small_parts(block: Block) -> Iterator[Block]:
+    """The parts of a block, in the order of storage, of which each is at most 1 MiB in every type."""
+    tensor = block.tensor
+    itemsize = max(dtype.itemsize for dtype in (tensor.dtype, block.out.dtype, *(one.dtype for one in block.copies)))
+    for box in slabs(tensor.shape, CAST // itemsize):
+        yield block if box.shape == tensor.shape else block.part(box)
+
+
+def _derive(block: Block) -> None:
+    """Compute the copies of a block that was read."""
+    for copy in block.copies:
+        if copy.dtype == copy.out.dtype and copy.out.flags.c_contiguous:
+            copy.codec.decode_into(b"", copy.out, block.out)
             continue
-        with temporary_buffer(part.tensor.nbytes) as buffer:
-            values = buffer[: part.tensor.nbytes].view(tensor.dtype).reshape(box.shape)
-            part.tensor.read_into(values, reader)
-            round_into(part, values)
+        with _scratch(copy.out.shape, copy.dtype) as values:
+            copy.codec.decode_into(b"", values, block.out)
+            if copy.dtype == copy.out.dtype:
+                copy.out[...] = values
+            else:
+                round_into(copy.out, values, block.tensor)
 
 
-def round_into(block: Block, values: Array) -> None:
-    """Write values of a block into its array, rounded to nearest, ties to even.
+@contextmanager
+def _scratch(shape: Shape, dtype: DType) -> Iterator[Array]:
+    nbytes = prod(shape) * dtype.itemsize
+    with temporary_buffer(nbytes) as buffer:
+        yield buffer[:nbytes].view(dtype).reshape(shape)
 
-    values: of the same shape, of any dtype. Raises `UnsupportedError` if a finite number becomes infinite or NaN.
+
+def round_into(out: Array, values: Array, tensor: Tensor) -> None:
+    """Write values of a tensor into an array, rounded to nearest, ties to even. Both have the same shape, any dtype.
+
+    Raises `UnsupportedError` if a finite number becomes infinite or NaN.
     """
     from ckpt_codecs import Rounded
 
-    out = block.out
     if not is_float(values.dtype):
         out[...] = values
         return
@@ -111,7 +160,7 @@ def round_into(block: Block, values: Array) -> None:
         return
     change = changed_by_cast("", Box.whole(out.shape), values, np.ascontiguousarray(out))
     if change.overflows:
-        first = block.first_source()
+        first = next(iter(tensor.sources()), None)
         raise UnsupportedError(
             f"{change.overflows:,} of {prod(out.shape):,} values are too large for {out.dtype.name}, and would become "
             "infinite or NaN",

@@ -1,6 +1,6 @@
 """What one process has read, as bytes for another process: checksums of ranges, and which files they are of.
 
-ckpt-read, 1           magic and version
+first line             `ckpt-read 1`: what it is, and the version
 zlib                   four columns, each with its length in bytes, little-endian, in 8 bytes before it
     ranges             32 bytes: number of a seal, start, stop, checksum
     matched            8 bytes: number of a seal whose whole range matches its checksum
@@ -21,7 +21,7 @@ from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.core.evidence import NUMBER, RANGE, Evidence
 from ckpt_formats.core.identity import Identity
 
-_MAGIC = b"ckpt-read\x001\n"
+_MAGIC = b"ckpt-read 1\n"
 _MAX_NBYTES = 1 << 28
 COVERED = np.dtype([("seal", "<u8"), ("start", "<u8"), ("stop", "<u8")])
 """A range that was read: the number of its seal, and its ends within the sealed range."""
@@ -62,6 +62,8 @@ class ReadEvidence:
         if not unpacker.eof or unpacker.unused_data:
             raise _malformed("it is too long, or was cut off")
         for dtype in _COLUMNS:
+            if len(body) < 8:
+                raise _malformed("a column is missing")
             nbytes, body = int.from_bytes(body[:8], "little"), body[8:]
             if nbytes > len(body) or nbytes % dtype.itemsize:
                 raise _malformed("a column has a wrong length")

@@ -1,18 +1,157 @@
-"""In which order blocks are read: that of their places in files, in pieces for several threads."""
+"""In which order blocks are read, and by which thread.
+
+What lies in files comes in the order of the files, in pieces of a few MiB. Copies that are derived from other values
+that are read, too, are computed from these. States that are replayed come in pieces of what is computed at once, such
+as a chunk of all states of a log: so each chunk is replayed once, and few are in memory.
+"""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from heapq import merge
+from itertools import groupby
+from math import prod
+from operator import itemgetter
 
 from ckpt.pipeline.executors import batches
-from ckpt.reading.blocks import Block
+from ckpt.reading.blocks import Block, DerivedCopy
+from ckpt_formats.core.chunking import Chunking
+from ckpt_formats.core.geometry import Box, flat_boxes, slab
+from ckpt_formats.core.tensor import Blob, DerivedBlob, FlatRangeBlob, Tensor
+from ckpt_formats.universal.replay import DeltaBlob, Place
 
 Work = list[Block]
 """Blocks that one thread reads, one after another."""
 
+_LARGE = 32 << 20
+"""Bytes of a block above which threads share it."""
 
-def in_order(blocks: list[Block], workers: int) -> list[Work]:
-    """The blocks in the order of files, in pieces of a few MiB that threads take."""
-    blocks = sorted(blocks, key=_place)
-    return list(batches((block.tensor.nbytes, block) for block in blocks))
+
+@dataclass(frozen=True)
+class ReadingOrder:
+    """Blocks in the order in which they are best read."""
+
+    stored: list[Block]
+    """What lies in files, in their order."""
+    replayed: list[Block]
+
+    @classmethod
+    def of(cls, blocks: list[Block], workers: int) -> "ReadingOrder":
+        """The order of `blocks`, of which threads share the large ones."""
+        stored, replayed = list[Block](), list[Block]()
+        for block in _with_copies(blocks):
+            if _replayed(block.tensor) is None:
+                stored.append(block)
+            else:
+                replayed += _boxes_of_flat(block)
+        stored.sort(key=_place)
+        pieces = stored if workers == 1 else [piece for block in stored for piece in _shared(block)]
+        return cls(pieces, sorted(replayed, key=_place))
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors, about in the order of reading."""
+        return (block.tensor for block in (*self.stored, *self.replayed))
+
+    def work(self) -> Iterator[Work]:
+        """All blocks in pieces, each for one thread. Those of a replay are many, so they are made one after another."""
+        yield from batches((block.tensor.nbytes, block) for block in self.stored)
+        streams = (_by_place(number, block) for number, block in enumerate(self.replayed))
+        for _, pieces in groupby(merge(*streams, key=itemgetter(0, 1)), itemgetter(0)):
+            yield [block.part(box) for _, _, block, box in pieces]
+
+
+def _by_place(number: int, block: Block) -> Iterator[tuple[Place, int, Block, Box]]:
+    """The pieces of a replayed block in the order of places: each a place, `number`, and the block with its part."""
+    blob = _replayed(block.tensor)
+    assert blob is not None
+    for place, box in blob.replay.pieces(blob.box):
+        yield place, number, block, box.within(blob.box)
 
 
 def _place(block: Block) -> tuple[str, int]:
     source = block.first_source()
     return ("", 0) if source is None else (str(source.path), source.offset)
+
+
+def _shared(block: Block) -> Iterator[Block]:
+    """A large block in pieces for several threads: whole chunks, where tensors are stored in chunks."""
+    shape, nbytes = block.tensor.shape, block.tensor.nbytes
+    if nbytes <= _LARGE or shape[0] == 1:
+        yield block
+        return
+    row, chunk = prod(shape[1:]), Chunking.default(shape).chunk_size
+    step = max(1, _LARGE * shape[0] // nbytes)
+    if chunk % row == 0:
+        step = max(1, step * row // chunk) * (chunk // row)
+    for low in range(0, shape[0], step):
+        yield block.part(slab(shape, 0, low, min(low + step, shape[0])))
+
+
+def _with_copies(blocks: list[Block]) -> list[Block]:
+    """The blocks, without those that are copies, derived from values of another one, which gets them."""
+    derived = {number: one for number, block in enumerate(blocks) if (one := _derived(block.tensor)) is not None}
+    if not derived:
+        return blocks
+    bases: dict[Hashable, int] = {}
+    for number, block in enumerate(blocks):
+        if number not in derived and block.out.dtype == block.tensor.dtype:
+            bases.setdefault(_values_key(block.tensor), number)
+    result = list(blocks)
+    left_out = set[int]()
+    for number, (blob, key) in derived.items():
+        base = bases.get(key)
+        if base is not None:
+            copy = DerivedCopy(blob.codec, blob.dtype, blocks[number].out)
+            result[base] = replace(result[base], copies=(*result[base].copies, copy))
+            left_out.add(number)
+    return [block for number, block in enumerate(result) if number not in left_out]
+
+
+def _derived(blob: Blob) -> tuple[DerivedBlob, Hashable] | None:
+    """What makes a copy of other values, and the key of these; None if it is no such copy."""
+    if isinstance(blob, FlatRangeBlob):
+        inner = _derived(blob.base)
+        return None if inner is None else (inner[0], (blob.start, blob.stop, inner[1]))
+    single = _single(blob)
+    if single is not blob:
+        return _derived(single)
+    return (blob, _values_key(blob.base)) if type(blob) is DerivedBlob else None
+
+
+def _values_key(blob: Blob) -> Hashable:
+    """A key that is equal for blobs of the same values."""
+    if isinstance(blob, FlatRangeBlob):
+        return blob.start, blob.stop, _values_key(blob.base)
+    single = _single(blob)
+    return blob if single is blob else _values_key(single)
+
+
+def _single(blob: Blob) -> Blob:
+    """The blob that a tensor consists of; any other blob itself."""
+    if not isinstance(blob, Tensor) or blob.replicas or type(blob.fragments) is not tuple or len(blob.fragments) != 1:
+        return blob
+    fragment = blob.fragments[0]
+    return fragment.blob if fragment.box == Box.whole(blob.shape) else blob
+
+
+def _replayed(blob: Blob) -> DeltaBlob | None:
+    """The block of a replay that a blob consists of, or is derived from; None if it is something else."""
+    if isinstance(blob, (DerivedBlob, FlatRangeBlob)):
+        return _replayed(blob.base)
+    if isinstance(blob, DeltaBlob):
+        return blob
+    single = _single(blob)
+    return None if single is blob else _replayed(single)
+
+
+def _boxes_of_flat(block: Block) -> list[Block]:
+    """A block that is a flat range of another tensor, as blocks of this one; any other block as it is."""
+    blob = _single(block.tensor)
+    if not isinstance(blob, FlatRangeBlob):
+        return [block]
+    base, at, boxes = Tensor.of(blob.base), 0, []
+    for box in flat_boxes(base.shape, blob.start, blob.stop):
+        run = block.part(Box((at,), (at + box.size,)))
+        boxes.append(run.as_block(base.crop(box)))
+        at += box.size
+    return [one for box in boxes for one in _boxes_of_flat(box)]

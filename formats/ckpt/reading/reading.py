@@ -14,7 +14,7 @@ from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.planned_reads import prefetched
 from ckpt.reading.blocks import checked_blocks, read_block
 from ckpt.reading.evidence import COVERED, ReadEvidence, file_rows
-from ckpt.reading.order import Work, in_order
+from ckpt.reading.order import ReadingOrder, Work
 from ckpt.reading.verification import JoinedEvidence, Verification
 from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -74,8 +74,7 @@ class Reading:
         was replaced, `UnsupportedError` if a value is too large for the array's type, and as any reading of files.
         Then arrays may have values of the checkpoint and others. Checksums of ranges are compared by `verify`.
         """
-        work = in_order(checked_blocks(blocks), self._resources.workers)
-        self._run(work)
+        self._run(ReadingOrder.of(checked_blocks(blocks), len(self._readers)))
         check_allowed(totals(change for reader in self._readers for change in reader.changes.seen()))
 
     def evidence(self) -> bytes:
@@ -107,8 +106,7 @@ class Reading:
         with Reader(check=False, identities=identities) as reader:
             return evidence.verified(reader, rest, changed)
 
-    def _run(self, work: list[Work]) -> None:
-        ranges = object_ranges(block.tensor for one in work for block in one)
+    def _run(self, order: ReadingOrder) -> None:
         free = SimpleQueue[_CountingReader]()
         for reader in self._readers:
             free.put(reader)
@@ -122,15 +120,16 @@ class Reading:
                 free.put(reader)
 
         with ExitStack() as stack:
-            (planned,) = stack.enter_context(prefetched([ranges], self._checkpoint.identities, self._resources))
+            ranges = [object_ranges(order.tensors)]
+            (planned,) = stack.enter_context(prefetched(ranges, self._checkpoint.identities, self._resources))
             for reader in self._readers:
                 stack.enter_context(reader.ahead(planned))
-            if len(self._readers) == 1 or len(work) == 1:
-                for one in work:
+            if len(self._readers) == 1:
+                for one in order.work():
                     read(one)
                 return
             pool = stack.enter_context(ThreadPoolExecutor(len(self._readers), "ckpt"))
-            for _ in run_tasks(pool, read, work, 2 * len(self._readers)):
+            for _ in run_tasks(pool, read, order.work(), 2 * len(self._readers)):
                 pass
 
     def _evidence(self) -> ReadEvidence:

@@ -65,6 +65,13 @@ class ChunkStore:
             )
         return data[:nbytes].data
 
+    def source(self, indices: range) -> FileBlob:
+        """The bytes of neighbouring chunks: of all, with the filling behind the last one."""
+        starts = self.chunks.starts
+        begin = int(starts[indices.start]) if indices else 0
+        stop = int(starts[indices.stop]) if indices.stop < self.count else self.nbytes
+        return FileBlob.packed(self.path, self.offset + begin, (stop - begin,), np.dtype(np.uint8), self.seal())
+
     def corrupt(self, index: int, codec: str, why: str) -> CorruptError:
         return CorruptError(
             f"{self.label}: chunk {index} of {self.count} cannot be decoded with `{codec}`: {why}",
@@ -234,8 +241,7 @@ class EncodedBlob(BlockBlob):
         read_block(out, self.box, store.chunking, store.values, store.fill, reader)
 
     def sources(self) -> Iterator[FileBlob]:
-        stored = self.store.stored
-        yield FileBlob.packed(stored.path, stored.offset, (stored.nbytes,), np.dtype(np.uint8), stored.seal())
+        yield self.store.stored.source(self.store.chunking.touched(self.box))
         yield from super().sources()
 
     def parts(self) -> tuple[Blob, ...]:

@@ -19,7 +19,7 @@ from ckpt_codecs.errors import CodecError
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.files import Reader
-from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.geometry import Box, Shape, flat_boxes
 from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import Array, Blob, BlockBlob, DerivedBlob, FileBlob, FlatRangeBlob, Fragment, Tensor
 from ckpt_formats.universal.chunked import ChunkStore, is_digest, read_chunks
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 StateArrays = dict[str, Array]
 """A chunk of every state, each as a vector."""
+Place = tuple[str, int, int]
+"""Where something that is computed at once comes in the order of reading."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +79,22 @@ class StoredDelta:
             at += nbytes
         return states
 
+    def pieces(self, box: Box) -> Iterator[tuple[Place, Box]]:
+        """See `StatesReplay.pieces`."""
+        for index in self.chunking.touched(box):
+            for run in flat_boxes(self.shape, *self.chunking.range(index)):
+                common = run & box
+                if common is not None:
+                    yield (str(self.stored.path), self.stored.offset, index), common
+
+    def read_into(self, state: str, box: Box, out: Array, reader: Reader) -> None:
+        """See `StatesReplay.read_into`. Any shape and dtype."""
+        read_chunks(out, box, self.chunking, lambda index: self.values(index, reader)[state])
+
     def sources(self, box: Box) -> Iterator[FileBlob]:
         """The deltas, and what the first of them stands on."""
         for replay in self.lineage():
-            stored = replay.stored
-            yield FileBlob.packed(stored.path, stored.offset, (stored.nbytes,), np.dtype(np.uint8), stored.seal())
+            yield replay.stored.source(replay.chunking.touched(box))
             for blob in replay.before.values():
                 if replay_of(blob) is None:
                     yield from blob.crop(box).sources()
@@ -137,6 +150,15 @@ class StatesReplay(Protocol):
     def values(self, index: int, reader: Reader) -> Mapping[str, Array]:
         """A chunk of all states: each (size) of its dtype in `form`. Raises `CorruptError`."""
 
+    def pieces(self, box: Box) -> Iterator[tuple[Place, Box]]:
+        """The parts of a block of the states, each with the place of what it is computed from, in the order of places.
+
+        What has one place, of whichever tensor, is computed at once. In the order of places, nothing is computed twice.
+        """
+
+    def read_into(self, state: str, box: Box, out: Array, reader: Reader) -> None:
+        """Fill `out` with a block of a state: (shape) of the block, of the state's dtype. Raises `CorruptError`."""
+
     def sources(self, box: Box) -> Iterator[FileBlob]:
         """The file ranges that a block of the states comes from."""
 
@@ -162,8 +184,7 @@ class DeltaBlob(BlockBlob):
         return True
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        replay = self.replay
-        read_chunks(out, self.box, replay.chunking, lambda index: replay.values(index, reader)[self.state])
+        self.replay.read_into(self.state, self.box, out, reader)
 
     def sources(self) -> Iterator[FileBlob]:
         return self.replay.sources(self.box)

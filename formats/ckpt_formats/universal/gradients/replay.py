@@ -23,10 +23,12 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
 from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import Array, Blob, FileBlob, FlatRangeBlob
+from ckpt_formats.universal.chunked import read_chunks
 from ckpt_formats.universal.gradients.layout import CHUNK, UPDATE, ChunkRange, LoggedTensor, OptimizerVector, VectorPart
 from ckpt_formats.universal.gradients.optimizers import step_of as group_step
 from ckpt_formats.universal.gradients.record import MAX_CHUNK_OVERHEAD, Kind, LogRecord, hash_values, with_one_nan
 from ckpt_formats.universal.gradients.segment import LoggedUpdate, Segment, count_steps, is_set
+from ckpt_formats.universal.replay import Place
 
 FLOAT32 = DTYPES["float32"]
 _MAX_CACHED = 64 << 20
@@ -458,6 +460,51 @@ class ParameterReplay:
         key = (self.segment.segment.folder, self.segment.step, self.tensor, index)
         packed = reader.cached_or(key, lambda: self._gather(start, stop, reader).reshape(-1))
         return dict(zip(self.form, packed.reshape(len(self.form), -1), strict=True))
+
+    def pieces(self, box: Box) -> Iterator[tuple[Place, Box]]:
+        """See `StatesReplay.pieces`: the place is the segment, the rank, and the number of the chunk of its vector."""
+        folder = str(self.segment.segment.folder)
+        for rank, index, there, _ in self._runs(box):
+            common = there & box
+            if common is not None:
+                yield (folder, rank, index), common
+
+    def read_into(self, state: str, box: Box, out: Array, reader: Reader) -> None:
+        """See `StatesReplay.read_into`. Of float32 values of any shape."""
+        runs = list(self._runs(box))
+        if len({(rank, index) for rank, index, _, _ in runs}) != 1:
+            read_chunks(out, box, self.chunking, lambda index: self.values(index, reader)[state])
+            return
+        values = self.segment.chunk(runs[0][0], runs[0][1], reader)[self.aliases[state]]
+        for _, _, there, offset in runs:
+            both = there & box
+            if both is not None:
+                source = values[offset : offset + there.size].reshape(there.shape)
+                out[both.within(box).index] = source[both.within(there).index]
+
+    def _runs(self, box: Box) -> Iterator[tuple[int, int, Box, int]]:
+        """The blocks in the vectors of ranks among which all are that have elements of a block of the tensor.
+
+        Of each: the rank, its chunk, the block, and where it begins in the chunk.
+        """
+        for rank, number in sorted(self.parts):
+            layout = self.segment.segment.layout.ranks[rank]
+            part, begin = layout.parts[number], layout.starts[number]
+            common = box & part.box
+            if common is None:
+                continue
+            low, high = flat_ends(common.within(part.box), part.box.shape)
+            low, high = max(low, part.start), min(high, part.stop)
+            while low < high:
+                at = begin + low - part.start
+                index = layout.chunk_of(at)
+                start, stop = layout.chunk_bounds(index)
+                end = min(high, stop - begin + part.start)
+                offset = at - start
+                for run in flat_boxes(part.box.shape, low, end):
+                    yield rank, index, run.shift(part.box.start), offset
+                    offset += run.size
+                low = end
 
     def sources(self, box: Box) -> Iterator[FileBlob]:
         """The file ranges of the state at the start of the log. (The log itself may still grow.)"""
