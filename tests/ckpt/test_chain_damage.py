@@ -335,7 +335,7 @@ HOSTILE: dict[str, tuple[Change, int, str]] = {
     "a parent without a path": (put("parent", "path", value=""), 20, "parent.path ''"),
     "a parent of an impossible id": (put("parent", "content", value="blake2b-256:xyz"), 20, "parent.content"),
     "another parent": (put("parent", "content", value="blake2b-256:" + 64 * "0"), 20, "parent"),
-    "version 2": (put("version", value=2), 22, "reads version 1"),
+    "version 3": (put("version", value=3), 22, "reads versions 1 and 2"),
     # The table of deltas
     "a delta of no state": (of_item("states", lambda s: s.clear()), 20, "deltas"),
     "a delta of a state that is not there": (

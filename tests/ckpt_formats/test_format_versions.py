@@ -52,7 +52,7 @@ def test_a_chain_of_a_later_version_is_refused(tmp_path: Path) -> None:
 
 def test_a_member_of_a_later_version_is_refused(tmp_path: Path) -> None:
     run = shutil.copytree(CHAIN, tmp_path / "run")
-    state_version(run / "step-0000000011" / manifest.NAME, 2)
+    state_version(run / "step-0000000011" / manifest.NAME, 3)
     assert_refused("inspect", f"{run}@12")
     assert_refused("inspect", run / "step-0000000012")
     assert_refused("restore", run, tmp_path / "out", "--step", 12)
