@@ -75,7 +75,7 @@ def states_at(step: int) -> States:
             master = master - np.float32(1e-3 / (1 - 0.9**at)) * mean / root
         model = master.astype(DTYPES["bfloat16"])
         result[name] = {"master": master, "model": model, "exp_avg": mean, "exp_avg_sq": square}
-    result["zero"]["model"][3] = 7  # not its rounded master
+    result["zero"]["model"] = result["zero"].pop("model")  # the last state that ranks list
     result["bias"]["step"] = np.array(step, np.float32)
     result["frozen"] = {"model": np.array([1, -2, 1 << 60], np.int64)}
     result["rng"] = {"model": np.arange(16, dtype=np.uint8) * step}
