@@ -1,18 +1,28 @@
 """Checkpoints of boxes: the ranks of a run save what they have, each in a pack of its own."""
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from boxed import BoxedRun, states_at
-from ckpt_formats.core.checkpoint import Checkpoint
+from boxed import ADAM, RANKS, BoxedRun, add_all, box, checkpoint_at, notes_at, states_at
+from ckpt.findings import find_problems
+from ckpt.job import save
+from ckpt.pipeline import Execution
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError
+from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.state_names import to_stored
-from ckpt_formats.core.tensor import Array, read
+from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
+from ckpt_formats.universal.boxes import PackReceipt, RankBox, RankPack, assemble
+from forged import Change, Forged, both, forge, number, put
+from held import contents
 from page_codecs import decode, decode_delta
 from universal_decoder import UniversalDecoder
+
+EFFORT = Execution(1)
 
 
 @pytest.fixture(scope="module")
@@ -26,24 +36,22 @@ def boxed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.save(5, codec="auto")
     run.save(6, delta=True)
     assert run.notes == []
+    assert [(one.kind, "replay" in one.codecs) for one in run.members] == [
+        ("base", False), ("delta", True), ("delta", True), ("delta", True), ("base", False), ("delta", True)
+    ]  # fmt: skip
     return run.run
 
 
-def values_of(checkpoint: Checkpoint) -> dict[tuple[str, str], bytes]:
-    return {(p.name, s): read(t).tobytes() + str((t.shape, t.dtype)).encode() for p, s, t in checkpoint.tensors()}
-
-
-def expected(step: int) -> dict[tuple[str, str], bytes]:
-    def items() -> Iterator[tuple[str, str, Array]]:
-        for name, states in states_at(step).items():
-            yield from ((name, state, values) for state, values in states.items())
-
-    return {(n, s): np.ascontiguousarray(v).tobytes() + str((v.shape, v.dtype)).encode() for n, s, v in items()}
-
-
 @pytest.mark.parametrize("step", range(1, 7))
-def test_boxes_read_as_whole_tensors_bit_for_bit(boxed: Path, step: int) -> None:
-    assert values_of(open_checkpoint(Path(f"{boxed}@{step}"))) == expected(step)
+def test_boxes_are_whole_tensors_bit_for_bit(boxed: Path, step: int) -> None:
+    opened = open_checkpoint(Path(f"{boxed}@{step}"))
+    whole = checkpoint_at(step)
+    assert contents(opened) == contents(whole)
+    assert {name: (p.role, p.values) for name, p in opened.parameters.items()} == {
+        name: (p.role, p.values) for name, p in whole.parameters.items()
+    }
+    assert (opened.groups, opened.aliases, opened.extras) == (whole.groups, whole.aliases, whole.extras)
+    assert find_problems(opened, EFFORT) == []
 
 
 @pytest.mark.parametrize("step", range(1, 7))
@@ -52,3 +60,203 @@ def test_the_reader_of_the_page_reads_boxes(boxed: Path, step: int) -> None:
     for name, states in states_at(step).items():
         for state, values in states.items():
             assert reader.whole_values(name, to_stored(state)) == values.tobytes(), (name, state)
+
+
+@pytest.mark.parametrize("target", ["universal", "torch", "safetensors", "deepspeed", "deepspeed-universal", "flax"])
+def test_convert_writes_the_same_files_of_boxes_as_of_whole_tensors(boxed: Path, tmp_path: Path, target: str) -> None:
+    save(checkpoint_at(3), tmp_path / "whole", writable("universal"), resources=EFFORT)
+    written = list[Mapping[str, bytes]]()
+    for name, source in (("boxes", Path(f"{boxed}@3")), ("others", tmp_path / "whole")):
+        save(open_checkpoint(source), tmp_path / name, writable(target), resources=EFFORT)
+        files = (path for path in sorted((tmp_path / name).rglob("*")) if path.is_file())
+        written.append({str(path.relative_to(tmp_path / name)): path.read_bytes() for path in files})
+    assert written[0] == written[1]
+
+
+def test_a_block_across_boxes_reads_only_these(boxed: Path) -> None:
+    master = open_checkpoint(Path(f"{boxed}@1")).parameters["rows"].states["master"]
+    assert np.array_equal(master[12:30, 3], states_at(1)["rows"]["master"][12:30, 3])
+    assert {one.path.name for one in master.crop(Box((0, 0), (14, 2))).sources()} == {"00000.safetensors"}
+
+
+def at(column: str, row: int, value: int) -> Change:
+    return number(f"box.{column}", row, value)
+
+
+def first_box(name: str, rank: int) -> Callable[[Forged], int]:
+    """The row of the box of a parameter that a rank has."""
+    return lambda forged: next(
+        i for i, one in enumerate(forged.names) if one.startswith(name) and one.endswith(f"@{rank}")
+    )
+
+
+def at_box(name: str, rank: int, column: str, value: int, axis: int | None = None) -> Change:
+    """Set a number of a box. `axis`: of a column of axes."""
+
+    def change(forged: Forged) -> None:
+        row = first_box(name, rank)(forged)
+        place = row if axis is None else int(forged.columns["box.rank"][:row].sum()) + axis
+        forged.columns[column][place] = value
+
+    return change
+
+
+def other_type(forged: Forged) -> None:
+    forged.fields["dtypes"].append("int32")
+    forged.columns["state.dtype"][forged.row(forged.names[first_box("rows", 1)(forged)], "exp_avg")] = (
+        len(forged.fields["dtypes"]) - 1
+    )
+
+
+def resized(column: str, count: int) -> Change:
+    def change(forged: Forged) -> None:
+        forged.columns[column] = np.resize(forged.columns[column], len(forged.columns[column]) + count)
+
+    return change
+
+
+def without_boxes(forged: Forged) -> None:
+    for name in [name for name in forged.columns if name.startswith(("box.", "whole."))]:
+        del forged.columns[name]
+
+
+HOSTILE: dict[str, tuple[Change, str]] = {
+    "a range that begins later": (at_box("flat", 1, "box.first", 31), "`flat` master: two of its boxes overlap"),
+    "a range that ends outside": (at_box("flat", 2, "box.first", 32), "another shape than its block"),
+    "a block with a first element": (at_box("rows", 0, "box.first", 1), "another shape than its block"),
+    "a range that begins at 2^64 - 1": (at_box("flat", 2, "box.first", (1 << 64) - 1), "another shape"),
+    "a block at another place": (
+        both(at_box("rows", 0, "box.start", 2, 0), at_box("rows", 0, "box.stop", 16, 0)),
+        "`rows` master: two of its boxes overlap",
+    ),
+    "a block outside": (
+        both(at_box("rows", 2, "box.start", 30, 0), at_box("rows", 2, "box.stop", 42, 0)),
+        "not within its tensor",
+    ),
+    "a block that ends before it begins": (at_box("rows", 2, "box.start", 41, 0), "not within its tensor"),
+    "a block of another shape": (at_box("rows", 1, "box.stop", 27, 0), "another shape than its block"),
+    "a larger tensor": (
+        both(*(at_box("rows", rank, "box.dims", 41, 0) for rank in range(3))),
+        "its boxes have 480 elements of 492",
+    ),
+    "a tensor of 2^63 rows": (
+        both(*(at_box("rows", rank, "box.dims", 1 << 63, 0) for rank in range(3))),
+        "the tensor of a box is too large",
+    ),
+    "a tensor of 2^62 x 0": (at_box("empty", 2, "box.dims", 1 << 62, 1), "the tensor of a box is too large"),
+    "different shapes": (at_box("rows", 2, "box.dims", 50, 0), "different shapes"),
+    "65 axes": (at_box("rows", 0, "box.rank", 65), "more than 64 dimensions"),
+    "another sum of axes": (at_box("rows", 0, "box.rank", 3), "the length of column box.dims"),
+    "no parameter": (at_box("rng", 0, "box.whole", 99), "the number of the parameter of a box"),
+    "boxes in another order": (at_box("rows", 1, "box.whole", 1), "not in the order of their parameters"),
+    "a parameter without boxes": (at_box("rng", 0, "box.whole", 6), "a parameter without boxes"),
+    "a box of another parameter": (at_box("rows", 2, "box.whole", 1), "its boxes have 336 elements of 480"),
+    "another type": (other_type, "`rows` exp_avg: boxes of different types"),
+    "another role": (at_box("rows", 1, "parameter.role", 1), "`rows`: boxes of different role"),
+    "other values": (at_box("rows", 1, "parameter.values", 0), "`rows`: boxes of different values"),
+    "ends that fall": (number("whole.ends", 0, 9), "the ends of names of parameters"),
+    "a name twice": (number("whole.names", slice(0, 4), np.frombuffer(b"flat", "u1")), "a parameter's name twice"),
+    "a name that is no text": (number("whole.names", 0, 255), "a parameter's name is not UTF-8"),
+    "more boxes": (resized("box.first", 1), "the length of column box.first"),
+    "more axes": (resized("box.start", 1), "the length of column box.start"),
+    "no table": (without_boxes, "is missing or unknown"),
+    "version 1": (put("version", value=1), "is missing or unknown"),
+    "a group of a box": (put("groups", 0, "parameters", value=[[7, 2]]), "groups: numbers of parameters"),
+    "an alias of a box": (put("aliases", "tied", value="rows[0:14, 0:12]@0"), "aliases"),
+}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_reader_refuses_tables_of_boxes_that_do_not_fit(boxed: Path, tmp_path: Path, case: str) -> None:
+    change, message = HOSTILE[case]
+    folder = shutil.copytree(boxed / "step-0000000001", tmp_path / "folder")
+    forge(folder, change)
+    with pytest.raises(CorruptError) as caught:
+        open_checkpoint(folder)
+    assert message in caught.value.what
+    with pytest.raises((AssertionError, ValueError, IndexError, UnicodeDecodeError, KeyError, StopIteration)):
+        UniversalDecoder(folder, decode, decode_delta)
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_a_flipped_bit_in_a_box_is_named(boxed: Path, tmp_path: Path, step: int) -> None:
+    run = shutil.copytree(boxed, tmp_path / "run")
+    pack = run / f"step-{step:010d}" / "packs" / "00001.safetensors"
+    data = bytearray(pack.read_bytes())
+    data[-9] ^= 1
+    pack.write_bytes(data)
+    findings = find_problems(open_checkpoint(Path(f"{run}@{step}")), EFFORT)
+    assert [(one.kind, Path(one.where).name) for one in findings][:1] == [("checksum", pack.name)]
+    assert findings[0].tensors[0].endswith("@1")
+    with pytest.raises(CkptError):
+        save(open_checkpoint(Path(f"{run}@{step}")), tmp_path / "out", writable("universal"), resources=EFFORT)
+    assert not (tmp_path / "out").exists()
+
+
+def receipts_of(folder: Path, ranks: list[list[RankBox]]) -> list[PackReceipt]:
+    receipts = []
+    for rank, boxes in enumerate(ranks):
+        with RankPack(folder, rank, boxes, save="s") as pack:
+            add_all(pack, boxes, states_at(1))
+            receipts.append(pack.finish())
+    return receipts
+
+
+WRONG: dict[str, tuple[list[list[RankBox]], str]] = {
+    "a gap": ([*RANKS[:2], RANKS[2][1:]], "`rows` master: its boxes have 336 elements of 480"),
+    "an overlap": (
+        [RANKS[0], RANKS[1], [*RANKS[2][:1], box("flat", ADAM, (0, 0), (7, 11), 30, 76), *RANKS[2][2:]]],
+        "`flat` master: two of its boxes overlap",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_assemble_refuses_boxes_that_are_not_everything_once(tmp_path: Path, case: str) -> None:
+    ranks, message = WRONG[case]
+    receipts = receipts_of(tmp_path / "saved", ranks)
+    with pytest.raises(IncompleteError, match=message):
+        assemble(tmp_path / "saved", receipts, notes_at(1))
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["packs"]
+
+
+def test_assemble_refuses_receipts_of_other_saves_and_ranks(tmp_path: Path) -> None:
+    receipts = receipts_of(tmp_path / "saved", RANKS)
+    with pytest.raises(IncompleteError, match=r"packs \[0, 2\]"):
+        assemble(tmp_path / "saved", [receipts[2], receipts[0]], notes_at(1))
+    with RankPack(tmp_path / "other", 1, [], save="another") as pack:
+        other = pack.finish()
+    with pytest.raises(InvalidArgumentError, match="receipts of 2 saves"):
+        assemble(tmp_path / "saved", [receipts[0], other, receipts[2]], notes_at(1))
+    (tmp_path / "saved" / "packs" / "00001.safetensors").unlink()
+    with pytest.raises(IncompleteError, match="the pack is not as its receipt states"):
+        assemble(tmp_path / "saved", receipts, notes_at(1))
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["packs"]
+
+
+def test_a_pack_takes_the_next_bytes_only(tmp_path: Path) -> None:
+    own = box("bias", {"master": "float32"}, (0,), (5,))
+    with RankPack(tmp_path / "saved", 0, [own], save="s") as pack:
+        pack.add(0, "master", 0, bytes(8))
+        for state, offset, count in (("master", 0, 4), ("master", 12, 4), ("master", 8, 16), ("model", 0, 4)):
+            with pytest.raises(InvalidArgumentError, match="not the next ones"):
+                pack.add(0, state, offset, bytes(count))
+        with pytest.raises(InvalidArgumentError, match="bytes of `master` were not added"):
+            pack.finish()
+    with pytest.raises(InvalidArgumentError, match="no box of `bias`"):
+        box("bias", {"master": "float32"}, (3,), (6,))
+    with pytest.raises(InvalidArgumentError, match="two boxes have the same elements"):
+        RankPack(tmp_path / "other", 0, [own, own], save="s")
+
+
+def test_damaged_local_values_cost_the_delta_and_no_value(tmp_path: Path) -> None:
+    """The values of the save before are compared with their checksums: a wrong byte would make a delta unreadable."""
+    run = BoxedRun(tmp_path / "run", tmp_path)
+    run.save(1, codec="auto")
+    path = run.values[1].path
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    run.values[2].path.unlink()
+    run.save(2, delta=True)
+    assert any("rows[14:28, 0:12]@1 is stored without a delta" in note for note in run.notes)
+    assert sum("@2 is stored without a delta" in note for note in run.notes) == 4
+    assert contents(open_checkpoint(Path(f"{tmp_path / 'run'}@2"))) == contents(checkpoint_at(2))

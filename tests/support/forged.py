@@ -14,6 +14,8 @@ from safetensors.numpy import load_file, save
 from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.core.checkpoint import Group
 from ckpt_formats.core.tensor import Array
+from ckpt_formats.universal.boxes import table
+from ckpt_formats.universal.boxes.table import BoxTable
 from ckpt_formats.universal.content import content_id
 from ckpt_formats.universal.index import TYPES, Index
 from ckpt_formats.universal.tables import Tables
@@ -95,11 +97,13 @@ def signed(fields: Any) -> bytes:
 def _content(forged: Forged) -> str:
     fields, check = forged.fields, FieldReader(Path("manifest.json"))
     index = Index({name: forged.columns[name] for name in TYPES}, Tables.of_json(fields, check))
+    boxes = BoxTable({name: forged.columns[name] for name in table.TYPES}) if "box.whole" in forged.columns else None
+    names = index.names if boxes is None else boxes.names
     groups = [
-        Group(check.values(group, "options"), tuple(n for a, b in group["parameters"] for n in index.names[a : a + b]))
+        Group(check.values(group, "options"), tuple(n for a, b in group["parameters"] for n in names[a : a + b]))
         for group in fields["groups"]
     ]
-    return content_id(index, groups, fields["aliases"], check.values(fields, "extras"))
+    return content_id(index, groups, fields["aliases"], check.values(fields, "extras"), boxes)
 
 
 def put(*keys: Any, value: Any) -> Change:
