@@ -261,8 +261,8 @@ def _manifest(
     named = next(tensor_names([manifest.origin.layout]), None)
     check.true(named is None, f"the layout names tensor {named!r:.60}, and no layout holds tensors")
     check.true(not manifest.numbers.keys() & aliases.keys(), "aliases: a name of a parameter")
-    known = version == VERSION or set(manifest.aliases.values()) <= manifest.numbers.keys()
-    check.true(known, "aliases: one of no parameter")
+    have_owners = version == VERSION or set(manifest.aliases.values()) <= manifest.numbers.keys()
+    check.true(have_owners, "aliases: one of no parameter")
     check.true(fields.get("content") == manifest.content, "content: the id does not fit what is listed")
     return manifest
 
