@@ -257,12 +257,17 @@ def _resume(run: Run, step: int, truth: Truth) -> tuple[str, str]:
                 continue  # torch itself cannot load a text as a state
             if label == "" and "|" in key and _is_cast(a, b):
                 continue
-            if label.startswith("group") and key not in wanted:
-                continue  # `load_state_dict` adds default options
+            if label.startswith("group") and (key not in wanted or key in _OF_THE_RUN):
+                continue  # an optimizer has default options, and its own choice of kernels
+            if label.startswith("group") and isinstance(a, torch.Tensor) and _same(a, torch.tensor(b).to(a.dtype)):
+                continue  # a rate that is a tensor in the run, and was none
             if label == "" and key not in wanted and key.partition("|")[0] not in begun and not _any(a):
                 continue  # it is what an optimizer begins with
             return "SILENT", f"load() at step {step}: {label}`{key}` {_figures(a, b)}"
     return "exact", ""
+
+
+_OF_THE_RUN = ("foreach", "fused", "capturable", "differentiable")
 
 
 def _is_cast(actual: Any, wanted: Any) -> bool:
