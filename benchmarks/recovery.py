@@ -106,13 +106,13 @@ def load(path: Path, width: int, layers: int) -> None:
     import torch
     from recording import Training
 
-    from ckpt_recorder import resume
+    from ckpt_training import load as load_checkpoint
 
     torch.set_num_threads(1)
     training = Training(width, layers)
     began = time.perf_counter()
     if path.parent.name == "restored":
-        step = resume(path, training.model, training.optimizer).step
+        step = load_checkpoint(path, training.model, training.optimizer).step
     else:
         content = torch.load(path, weights_only=True)
         training.model.load_state_dict(content["model"])

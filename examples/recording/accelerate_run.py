@@ -1,6 +1,6 @@
 """Record under Accelerate: `accelerate launch accelerate_run.py run.chain`, or `python accelerate_run.py run.chain`.
 
-Go on from any step: `ckpt restore run.chain@6 step6.pt --to torch`, then give `later.chain step6.pt`.
+Go on from any step: give `later.chain run.chain@6`.
 """
 
 import sys
@@ -9,16 +9,17 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ckpt_recorder import Recorder, resume
+from ckpt_recorder import Recorder
+from ckpt_training import load
 
-chain, restored = sys.argv[1], sys.argv[2:]
+chain, source = sys.argv[1], sys.argv[2:]
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 torch.manual_seed(1)
 model = nn.Sequential(nn.Linear(16, 50), nn.GELU(), nn.Linear(50, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 first = 0
-if restored:
-    first = resume(restored[0], model, optimizer).step
+if source:
+    first = load(source[0], model, optimizer).step
 
 world = accelerator.num_processes
 data = torch.randn(12 * 2 * world * 8, 16, generator=torch.Generator().manual_seed(2))

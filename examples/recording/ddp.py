@@ -1,6 +1,6 @@
 """Record DistributedDataParallel: `torchrun --nproc-per-node 2 ddp.py run.chain`.
 
-Go on from any step: `ckpt restore run.chain@6 step6.pt --to torch`, then give `later.chain step6.pt`.
+Go on from any step: give `later.chain run.chain@6`.
 """
 
 import sys
@@ -8,17 +8,18 @@ import sys
 import torch
 from torch import distributed, nn
 
-from ckpt_recorder import Recorder, resume
+from ckpt_recorder import Recorder
+from ckpt_training import load
 
-chain, restored = sys.argv[1], sys.argv[2:]
+chain, source = sys.argv[1], sys.argv[2:]
 distributed.init_process_group("gloo")
 rank, world = distributed.get_rank(), distributed.get_world_size()
 torch.manual_seed(1)
 model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(16, 50), nn.GELU(), nn.Linear(50, 1)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 first = 0
-if restored:
-    first = resume(restored[0], model, optimizer).step
+if source:
+    first = load(source[0], model, optimizer).step
 
 data = torch.randn(12, 8, 16, generator=torch.Generator().manual_seed(2))
 with Recorder(model, optimizer, chain, step=first):  # each rank records its share

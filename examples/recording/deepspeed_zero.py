@@ -1,6 +1,6 @@
 """Record ZeRO: `DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 deepspeed_zero.py run.chain`.
 
-Go on from any step: `ckpt restore run.chain@6 step6 --to deepspeed --dp 2 --zero 1`, then give `later.chain step6`.
+Go on from any step, on any number of ranks: give `later.chain run.chain@6`.
 """
 
 import sys
@@ -10,8 +10,9 @@ import torch
 from torch import distributed, nn
 
 from ckpt_recorder import Recorder
+from ckpt_training import load
 
-chain, restored = sys.argv[1], sys.argv[2:]
+chain, source = sys.argv[1], sys.argv[2:]
 deepspeed.init_distributed("gloo")
 rank, world = distributed.get_rank(), distributed.get_world_size()
 torch.manual_seed(1)
@@ -26,8 +27,8 @@ settings = {
 }
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-if restored:
-    engine.load_checkpoint(restored[0])
+if source:
+    load(source[0], engine)
 
 data = torch.randn(12, 2, 8, 16, generator=torch.Generator().manual_seed(2))
 with Recorder(engine, None, chain):  # the engine counts steps, and notes what it resumes with

@@ -1,6 +1,6 @@
 """Record Hugging Face's Trainer: `python huggingface_trainer.py run.chain`.
 
-Go on from any step: `ckpt restore run.chain@6 step6.pt --to torch`, then give `later.chain step6.pt`.
+Go on from any step: give `later.chain run.chain@6`.
 """
 
 import sys
@@ -9,18 +9,17 @@ import tempfile
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from ckpt_recorder import HuggingFaceCallback, resume
+from ckpt_recorder import HuggingFaceCallback
+from ckpt_training import load
 
-chain, restored, first = sys.argv[1], sys.argv[2:], 0
+chain, source, first = sys.argv[1], sys.argv[2:], 0
 torch.manual_seed(1)
 sizes = {"hidden_size": 52, "intermediate_size": 86, "num_hidden_layers": 1, "num_attention_heads": 2}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=509, **sizes))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-if restored:
-    resumed = resume(restored[0], model, optimizer)
-    scheduler.load_state_dict({**scheduler.state_dict(), **resumed.notes["scheduler"]})
-    first = resumed.step
+if source:
+    first = load(source[0], model, optimizer, scheduler=scheduler).step
 
 
 class Data(torch.utils.data.IterableDataset):

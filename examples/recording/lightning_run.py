@@ -1,6 +1,6 @@
 """Record Lightning's Trainer: `python lightning_run.py run.chain`.
 
-Go on from any step: `ckpt restore run.chain@6 step6.pt --to torch`, then give `later.chain step6.pt`.
+Go on from any step: give `later.chain run.chain@6`.
 """
 
 import sys
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ckpt_recorder
+from ckpt_training import load
 
 
 class Model(lightning.LightningModule):
@@ -25,11 +26,11 @@ class Model(lightning.LightningModule):
         return self.optimizer
 
 
-chain, restored, first = sys.argv[1], sys.argv[2:], 0
+chain, source, first = sys.argv[1], sys.argv[2:], 0
 torch.manual_seed(1)
 model = Model()
-if restored:
-    first = ckpt_recorder.resume(restored[0], model, model.optimizer).step
+if source:
+    first = load(source[0], model, model.optimizer).step
 data = torch.randn(24, 8, 16, generator=torch.Generator().manual_seed(2))[2 * first :]
 recording = ckpt_recorder.LightningCallback(chain, step=first)
 options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "logger": False, "enable_checkpointing": False}

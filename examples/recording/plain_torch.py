@@ -1,6 +1,6 @@
 """Record a plain loop of PyTorch: `python plain_torch.py run.chain`.
 
-Go on from any step: `ckpt restore run.chain@6 step6.pt --to torch`, then `python plain_torch.py later.chain step6.pt`.
+Go on from any step: `python plain_torch.py later.chain run.chain@6`.
 """
 
 import sys
@@ -8,18 +8,17 @@ import sys
 import torch
 from torch import nn
 
-from ckpt_recorder import Recorder, resume
+from ckpt_recorder import Recorder
+from ckpt_training import load
 
-chain, restored = sys.argv[1], sys.argv[2:]
+chain, source = sys.argv[1], sys.argv[2:]
 torch.manual_seed(1)
 model = nn.Sequential(nn.Linear(16, 50), nn.GELU(), nn.Dropout(0.1), nn.Linear(50, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
 first = 0
-if restored:
-    resumed = resume(restored[0], model, optimizer)  # random states, too
-    scheduler.load_state_dict(resumed.notes["scheduler"])
-    first = resumed.step
+if source:
+    first = load(source[0], model, optimizer, scheduler=scheduler).step  # random states, too
 
 data = torch.randn(12, 8, 16, generator=torch.Generator().manual_seed(2))
 with Recorder(model, optimizer, chain, step=first) as recorder:

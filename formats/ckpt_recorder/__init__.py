@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from ckpt_recorder.lightning_callback import LightningCallback
     from ckpt_recorder.options import Bases, RecorderWarning
     from ckpt_recorder.recorder import Recorder
-    from ckpt_recorder.resumption import ResumeState, resume
     from ckpt_training.random_states import restore_random_states
 
 __all__ = [
@@ -21,10 +20,8 @@ __all__ = [
     "LightningCallback",
     "Recorder",
     "RecorderWarning",
-    "ResumeState",
     "int8",
     "restore_random_states",
-    "resume",
     "topk",
 ]
 
@@ -34,10 +31,8 @@ _MODULES = {
     "LightningCallback": "ckpt_recorder.lightning_callback",
     "Recorder": "ckpt_recorder.recorder",
     "RecorderWarning": "ckpt_recorder.options",
-    "ResumeState": "ckpt_recorder.resumption",
     "int8": "ckpt_recorder.gradient_compression",
     "restore_random_states": "ckpt_training.random_states",
-    "resume": "ckpt_recorder.resumption",
     "topk": "ckpt_recorder.gradient_compression",
 }
 

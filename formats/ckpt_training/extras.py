@@ -5,15 +5,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, UnsupportedError
-from ckpt_formats.state_dicts.leaves import is_extra_state
 from ckpt_training import ranks
 from ckpt_training.engines.run import TrackedRun, clean_name
 from ckpt_training.plain_notes import OPTIMIZER_ENTRIES, extra_name, note_name
 from ckpt_training.plain_values import PlainValues
 from ckpt_training.random_states import restore_random_states
 
+EXTRA_STATE = "_extra_state"
 _RANDOM_STATES = "random_states"
 _OWN = ("ckpt",)
 """Extras that ckpt itself writes about a checkpoint."""
@@ -70,22 +72,31 @@ class Extras:
         names = {note_name(name): name for name in self.source.extras if name not in self.taken and name not in _OWN}
         return RestOfExtras(self.values, names)
 
+    def missing(self) -> list[str]:
+        """The extra states of this rank's modules that the checkpoint lacks."""
+        return [name for name, _ in self._modules() if name not in self.source.extras]
+
     def give(self) -> None:
         """Give all parts, modules, optimizers and generators their states."""
         entries = self.source.extras.get(OPTIMIZER_ENTRIES, {})
         for number, optimizer in enumerate(self.run.optimizers):
             if number in entries:
                 self._load("optimizer", OPTIMIZER_ENTRIES, partial(_add_entries, optimizer, number))
-        for name, module in self.run.model.named_modules():
-            full = self.run.rename(clean_name(f"{name}._extra_state" if name else "_extra_state"))
-            if is_extra_state(full) and full in self.source.extras:
-                self._load(full, full, module.set_extra_state)
+        for name, module in self._modules():
+            if name in self.source.extras:
+                self._load(name, name, module.set_extra_state)
         for name, part in self.parts.items():
             self._load(name, self._stored_name(name) or name, part.load_state_dict)
         states = self.source.extras.get(_RANDOM_STATES)
         own = f"rank-{ranks.rank_and_world()[0]:05d}"
         if self.random_states and isinstance(states, Mapping) and own in states:
             self._load(_RANDOM_STATES, _RANDOM_STATES, lambda value: restore_random_states(value[own]))
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules that have an extra state, by its name."""
+        for prefix, module in self.run.model.named_modules():
+            if type(module).set_extra_state is not nn.Module.set_extra_state:
+                yield self.run.rename(clean_name(f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE)), module
 
     def _stored_name(self, part: str) -> str | None:
         """The name of the extra with the state of a part; None if there is none."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
 import ckpt
 from ckpt.reading import Reading
@@ -18,7 +19,7 @@ from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_training import ranks
 from ckpt_training.engines.registry import check_initialized, tracked_run
-from ckpt_training.engines.run import TrackedRun, renamed
+from ckpt_training.engines.run import TrackedRun, clean_name, renamed
 from ckpt_training.extras import Extras
 from ckpt_training.group_options import GroupOptions
 from ckpt_training.local_shards import LocalShard, as_array
@@ -115,6 +116,7 @@ def load(
     clock = _Clock()
     opened = open_together(source)
     with ranks.together():
+        _give_shapes(model, opened.checkpoint)
         check_initialized(model)
         run = tracked_run(model, optimizer, ranks.rank_and_world()[0], has_begun=False)
         run = run if rename is None else renamed(run, rename)
@@ -126,7 +128,7 @@ def load(
         groups = GroupOptions(run, named)
         states = StatePlan(run, matching, groups, extras.values)
     unexpected = _unexpected(matching, states)
-    missing = _of_all_ranks(matching.mismatches.missing)
+    missing = _of_all_ranks([*matching.mismatches.missing, *extras.missing()])
     with ranks.together():
         _check(matching.mismatches, missing, unexpected, strict, named)
         notices = (*notices, *_notices(states))
@@ -179,6 +181,17 @@ class _Clock:
         """End a stage."""
         now = time.perf_counter()
         self.seconds[stage], self._last = now - self._last, now
+
+
+def _give_shapes(model: Any, source: Checkpoint) -> None:
+    """Allocate the tensors of lazy modules, which get their shapes from the checkpoint."""
+    if not isinstance(model, nn.Module):
+        return
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        full = clean_name(name)
+        stored = source.parameters.get(source.aliases.get(full, full))
+        if nn.parameter.is_lazy(tensor) and stored is not None:
+            tensor.materialize(stored.shape)
 
 
 def _with_names(

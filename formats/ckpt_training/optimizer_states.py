@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -117,7 +117,7 @@ class StatePlan:
             self.fresh |= dict.fromkeys(one.name for one in stored)
             self._dropped.append((number, None))
             return
-        forms = self._forms_of(tracked)
+        forms = self._forms_of(tracked, in_source)
         if forms is None:
             keys = {to_stored(name): name for name in sorted(in_source)}
         else:
@@ -173,8 +173,11 @@ class StatePlan:
         values = tensor.torch()
         return _like(form, values) if form is not None else values.to(tracked.tensor.device)
 
-    def _forms_of(self, tracked: TrackedTensor) -> Mapping[str, StateForm] | None:
-        """What the optimizer keeps of a tensor, under the stored options of its group; None if that is not known."""
+    def _forms_of(self, tracked: TrackedTensor, in_source: Collection[str]) -> Mapping[str, StateForm] | None:
+        """What the optimizer keeps of a tensor, under the stored options of its group; None if that is not known.
+
+        `in_source`: the states that the checkpoint has of it.
+        """
         optimizer = self.run.optimizers[tracked.optimizer]
         existing = {
             str(key): StateForm(
@@ -193,7 +196,8 @@ class StatePlan:
         probed = self._probed[key]
         if probed is None:
             return existing or None
-        return {name: existing.get(name, form) for name, form in probed.items()}
+        own = {name: form for name, form in existing.items() if from_stored(name) in in_source}  # put there by the user
+        return {**own, **{name: existing.get(name, form) for name, form in probed.items()}}
 
 
 def _forms_after_a_step(

@@ -22,7 +22,8 @@ from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
 from ckpt_formats.universal.gradients.segment import open_segment, rank_file
-from ckpt_recorder import Recorder, resume
+from ckpt_recorder import Recorder
+from ckpt_training import load
 from damage import ckpt
 
 STEPS = 12
@@ -160,11 +161,10 @@ def test_a_step_becomes_any_format(form: str, options: tuple[object, ...], recor
 def test_a_run_goes_on_from_a_restored_step_as_if_nobody_had_stopped_it(recorded, run: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     _, states, losses = recorded
     assert ckpt("compact", run, "--upto", 7).code == 0
-    assert ckpt("restore", run, tmp_path / "it.pt", "--to", "torch").code == 0
     net = Net()
     optimizer = optimizer_of(net)
-    resumed = resume(tmp_path / "it.pt", net, optimizer)
-    assert (resumed.step, resumed.notes["epoch"]) == (7, 1)
+    resumed = load(run, net, optimizer)
+    assert (resumed.step, resumed.extras["epoch"]) == (7, 1)
     with Recorder(net, optimizer, run):
         assert [train(net, optimizer) for _ in range(7, STEPS)] == losses[8:]
     now = state_of(net, optimizer)

@@ -14,7 +14,8 @@ from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
-from ckpt_recorder import Recorder, resume
+from ckpt_recorder import Recorder
+from ckpt_training import load
 
 STEPS = 6
 MIDDLE = 3
@@ -205,9 +206,7 @@ def test_a_step_has_the_rates_that_a_schedule_set_after_it(model: Model, tmp_pat
 
 
 def test_noted_tensors_come_back_as_tensors_and_arrays_as_arrays(model: Model, tmp_path: Path) -> None:
-    """Of types that NumPy lacks, too, in the restored checkpoint and in the file that `resume` loads."""
-    from damage import ckpt
-
+    """Of types that NumPy lacks, too, in the opened step and in what `load` gives."""
     notes = {
         "rate": torch.tensor(0.5),
         "halves": [torch.arange(3).bfloat16(), (torch.zeros(0, 2),)],
@@ -219,8 +218,7 @@ def test_noted_tensors_come_back_as_tensors_and_arrays_as_arrays(model: Model, t
         recorder.note(held=notes)
     state = state_at(tmp_path / "run.chain", 1)
     assert state.parameters["held/halves/0"].states["model"].dtype.name == "bfloat16"
-    assert ckpt("restore", tmp_path / "run.chain", tmp_path / "state.pt", "--to", "torch").code == 0
-    held = resume(tmp_path / "state.pt", model, optimizer).notes["held"]
+    held = load(tmp_path / "run.chain", model, optimizer).extras["held"]
     (halves, (empty,)), array = held["halves"], held["array"]
     assert torch.equal(held["rate"], notes["rate"])
     assert torch.equal(halves, torch.arange(3).bfloat16())
@@ -230,16 +228,13 @@ def test_noted_tensors_come_back_as_tensors_and_arrays_as_arrays(model: Model, t
 
 
 def test_a_run_goes_on_from_a_restored_step_as_if_nothing_was(model: Model, tmp_path: Path) -> None:
-    from damage import ckpt
 
     optimizer = AdamW(trained(model), 1e-2, fused=True)
     with Recorder(model, optimizer, tmp_path / "run.chain"):
         truths = train(model, optimizer, range(STEPS))
-    done = ckpt("restore", f"{tmp_path}/run.chain@{MIDDLE}", tmp_path / "state.pt", "--to", "torch")
-    assert done.code == 0, done.err
     again = Model()
     optimizer = AdamW(trained(again), 1e-2, fused=True)
-    assert resume(tmp_path / "state.pt", again, optimizer).step == MIDDLE
+    assert load(f"{tmp_path}/run.chain@{MIDDLE}", again, optimizer).step == MIDDLE
     later = train(again, optimizer, range(MIDDLE, STEPS))
     for step, truth in later.items():
         for name, expected in truths[step].items():

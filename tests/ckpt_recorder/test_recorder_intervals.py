@@ -11,11 +11,11 @@ from ckpt.chains.chain import Chain
 from ckpt.planning.costs import LogCosts, RunCosts
 from ckpt.planning.search import best_logged
 from ckpt_formats.core.errors import InvalidArgumentError, NoSpaceError
-from ckpt_formats.engines.torch_save import Torch
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
-from ckpt_recorder import Bases, Recorder, resume, segments
+from ckpt_recorder import Bases, Recorder, segments
 from ckpt_recorder.intervals import RecorderIntervals
+from ckpt_training import load
 
 
 class Model(nn.Module):
@@ -88,8 +88,7 @@ def test_notes_of_the_step_before_a_base_are_restored_with_it(recorded: Recorded
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
     for step in (5, 6):
-        Chain(recorded[0]).restore(step, tmp_path / f"{step}.pt", Torch())
-        assert resume(str(tmp_path / f"{step}.pt"), model, optimizer).notes["mark"] == step
+        assert load(f"{recorded[0]}@{step}", model, optimizer).extras["mark"] == step
 
 
 def test_automatic_intervals_are_those_of_the_plan_for_what_is_measured() -> None:

@@ -1,5 +1,6 @@
-"""A restored step loads into model and optimizer of the same code, also compiled or wrapped, and the run goes on."""
+"""A recorded step loads into a model and an optimizer of the same code, compiled or not, and the run goes on."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from ckpt import open as opened
+from ckpt_formats.core.errors import IncompleteError
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
-from ckpt_recorder import Recorder, resume
+from ckpt_recorder import Recorder
+from ckpt_training import load
 from damage import ckpt
 
 
@@ -81,12 +85,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float
     return place, losses
 
 
+@pytest.mark.parametrize("form", ["run.chain@3", "step3.pt"])
 @pytest.mark.parametrize("wrap", [lambda model: model, compiled], ids=["plain", "compiled"])
-def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(wrap: Any, recorded: tuple[Path, list[float]]) -> None:
+def test_a_loaded_run_has_the_losses_of_the_uninterrupted_one(
+    wrap: Any, form: str, recorded: tuple[Path, list[float]]
+) -> None:
     place, losses = recorded
     model = wrap(Model())
     optimizer = sgd(model)
-    assert resume(place / "step3.pt", model, optimizer).step == 3
+    assert load(place / form, model, optimizer).step == 3
     assert train(model, optimizer, range(3, 5)) == losses[3:]
 
 
@@ -101,7 +108,7 @@ def test_a_recorder_goes_on_from_the_resumed_step_of_sgd(recorded: tuple[Path, l
     place, _ = recorded
     model = Model()
     optimizer = sgd(model)
-    resume(place / "step3.pt", model, optimizer)
+    load(place / "run.chain@3", model, optimizer)
     train(model, optimizer, range(3, 4))
     with Recorder(model, optimizer, place / "later.chain") as recorder:
         assert recorder.step == 4
@@ -110,10 +117,9 @@ def test_a_recorder_goes_on_from_the_resumed_step_of_sgd(recorded: tuple[Path, l
     assert states.last_step(chain, index.read(chain)) == 5
 
 
-def test_an_extra_state_that_was_not_recorded_is_named(recorded: tuple[Path, list[float]], tmp_path: Path) -> None:
-    content = torch.load(recorded[0] / "step3.pt", weights_only=True)
-    del content["model"]["counter._extra_state"]
-    torch.save(content, tmp_path / "step3.pt")
-    model = Model()
-    with pytest.warns(UserWarning, match=r"has no counter\._extra_state: these stay as the model has them"):
-        resume(tmp_path / "step3.pt", model)
+def test_load_names_a_missing_extra_state(recorded: tuple[Path, list[float]]) -> None:
+    source, model = opened(recorded[0] / "run.chain"), Model()
+    source = replace(source, extras={name: one for name, one in source.extras.items() if "extra_state" not in name})
+    with pytest.raises(IncompleteError, match=r"missing: `counter\._extra_state`"):
+        load(source, model)
+    assert load(source, model, strict=False).missing_keys == ("counter._extra_state",)
