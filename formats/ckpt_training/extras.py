@@ -78,6 +78,8 @@ class Extras:
 
     def give(self) -> None:
         """Give all parts, modules, optimizers and generators their states."""
+        plain = {name: value for name, value in self.source.extras.items() if name not in self.parts}
+        self.taken.update(self.run.set_notes(plain))
         entries = self.source.extras.get(OPTIMIZER_ENTRIES, {})
         for number, optimizer in enumerate(self.run.optimizers):
             if number in entries:

@@ -18,6 +18,7 @@ from ckpt_formats.core.errors import CkptError, IncompleteError, InvalidArgument
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_training import ranks
+from ckpt_training.engines.meta_device import materialize, on_meta
 from ckpt_training.engines.registry import check_initialized, tracked_run
 from ckpt_training.engines.run import TrackedRun, clean_name, renamed
 from ckpt_training.extras import Extras
@@ -80,6 +81,7 @@ def load(
     rounding: Rounding = "weights",
     vocab_rows: int | None = None,
     random_states: bool = True,
+    device: torch.device | str | None = None,
     resources: ckpt.Resources | None = None,
     **parts: Any,
 ) -> Loaded:
@@ -102,6 +104,7 @@ def load(
         rounding: What may be rounded to the dtype of the memory, to nearest even: `weights`, `none`, or `all`.
         vocab_rows: The rows of the vocabulary without padding, if tables have more rows in one of both.
         random_states: Also restore this rank's random number generators, if the run stored them.
+        device: Where tensors on the meta device get memory; None: on torch's default device.
         resources: The threads and the memory of each rank.
         parts: Other objects with `load_state_dict`, each by the name under which the checkpoint has its state.
 
@@ -116,7 +119,7 @@ def load(
     clock = _Clock()
     opened = open_together(source)
     with ranks.together():
-        _give_shapes(model, opened.checkpoint)
+        _give_memory(model, opened.checkpoint, device)
         check_initialized(model)
         run = tracked_run(model, optimizer, ranks.rank_and_world()[0], has_begun=False)
         run = run if rename is None else renamed(run, rename)
@@ -183,8 +186,8 @@ class _Clock:
         self.seconds[stage], self._last = now - self._last, now
 
 
-def _give_shapes(model: Any, source: Checkpoint) -> None:
-    """Allocate the tensors of lazy modules, which get their shapes from the checkpoint."""
+def _give_memory(model: Any, source: Checkpoint, device: torch.device | str | None) -> None:
+    """Allocate tensors on the meta device, and those of lazy modules, which get their shapes from the checkpoint."""
     if not isinstance(model, nn.Module):
         return
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -192,6 +195,15 @@ def _give_shapes(model: Any, source: Checkpoint) -> None:
         stored = source.parameters.get(source.aliases.get(full, full))
         if nn.parameter.is_lazy(tensor) and stored is not None:
             tensor.materialize(stored.shape)
+    if not on_meta(model):
+        return
+    unfilled = materialize(model, torch.get_default_device() if device is None else torch.device(device))
+    if unfilled:
+        raise IncompleteError(
+            f"the model is on the meta device, and nothing makes the values of {_some(list(map(_quoted, unfilled)))}, "
+            "which no checkpoint has",
+            hint="Build the model on the CPU, or give the module a method reset_parameters that makes them.",
+        )
 
 
 def _with_names(
