@@ -1,10 +1,10 @@
 """Flip bits in universal checkpoints.
 
-Checkpoints of all kinds (plain and coded packs, one file, a chain with deltas) are written from a sample. A bit of a
-random byte of a random file is flipped: in packs, indexes, manifests, and files ending in .ucp. Each must be named by
-`verify`: within the values of a state, by parameter, state and chunk; elsewhere by the file. And no conversion may give
-other values: it gives the right ones, or is refused. `hostile_columns` changes numbers of columns instead, with all
-checksums right, as an attacker would: each is refused, or is another valid checkpoint (with another name, say),
+Checkpoints of all kinds (plain and coded packs, boxes, one file, chains with deltas) are written from a sample. A bit
+of a random byte of a random file is flipped: in packs, indexes, manifests, and files ending in .ucp. Each must be named
+by `verify`: within the values of a state, by parameter, state and chunk; elsewhere by the file. And no conversion may
+give other values: it gives the right ones, or is refused. `hostile_columns` changes numbers of columns instead, with
+all checksums right, as an attacker would: each is refused, or is another valid checkpoint (with another name, say),
 with no error but ours, in bounded time and memory. Not part of the check.
 """
 
@@ -47,13 +47,15 @@ def checkpoints(folder: Path) -> list[Path]:
     save(source, folder / "plain.ucp", Universal(), resources=EFFORT)
     save(source, folder / "coded.ucp", Universal(codec="auto"), resources=EFFORT)
     shutil.copytree(SAMPLES / "universal-1-delta", folder / "run")
-    return [folder / name for name in ("plain", "coded", "plain.ucp", "coded.ucp", "run")]
+    shutil.copytree(SAMPLES / "universal-2-boxes" / "step-0000000001", folder / "boxes")
+    shutil.copytree(SAMPLES / "universal-2-boxes", folder / "run of boxes")
+    return [folder / name for name in ("plain", "coded", "boxes", "plain.ucp", "coded.ucp", "run", "run of boxes")]
 
 
 def places(path: Path) -> dict[tuple[Path, int], str]:
     """The first byte of what is stored of each state of a checkpoint without deltas, and its name."""
     opened = Universal().read(path, ReadOptions())
-    return {(seal.path, seal.offset): seal.label for seal in opened.seals if "/" in seal.label}
+    return {(seal.path, seal.offset): seal.label for seal in opened.seals if "/" in seal.label and seal.nbytes}
 
 
 def flipped(path: Path, rng: random.Random, stored: Mapping[tuple[Path, int], str]) -> str:
@@ -131,7 +133,7 @@ def flips(folder: Path, seed: int) -> Iterator[Round]:
     rng = random.Random(seed)
     runs = {}
     for path in checkpoints(folder):
-        stored = {} if path.name == "run" else places(path)
+        stored = {} if path.name.startswith("run") else places(path)
         runs[path.name] = partial(_counted, flipped, path, rng, stored)
     yield from alternated(runs)
 
@@ -139,7 +141,7 @@ def flips(folder: Path, seed: int) -> Iterator[Round]:
 def hostile_columns(folder: Path, seed: int) -> Iterator[Round]:
     rng = random.Random(seed)
     runs = {}
-    for path in checkpoints(folder)[:2]:
+    for path in checkpoints(folder)[:3]:
         runs[path.name] = partial(_counted, hostile, path, rng, contents(open_checkpoint(path)), folder)
     yield from alternated(runs)
 

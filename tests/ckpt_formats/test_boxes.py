@@ -1,11 +1,13 @@
 """Checkpoints of boxes: the ranks of a run save what they have, each in a pack of its own."""
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from boxed import ADAM, RANKS, BoxedRun, add_all, box, checkpoint_at, notes_at, states_at
 from ckpt.findings import find_problems
@@ -14,9 +16,11 @@ from ckpt.pipeline import Execution
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.state_names import to_stored
+from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.boxes import PackReceipt, RankBox, RankPack, assemble
+from damage import SAMPLES
 from forged import Change, Forged, both, forge, number, put
 from held import contents
 from page_codecs import decode, decode_delta
@@ -62,6 +66,19 @@ def test_the_reader_of_the_page_reads_boxes(boxed: Path, step: int) -> None:
             assert reader.whole_values(name, to_stored(state)) == values.tobytes(), (name, state)
 
 
+def test_sample_has_every_bit_by_this_program_and_by_the_page() -> None:
+    expected = json.loads((SAMPLES / "universal-2-boxes.expected.json").read_text())
+    for step, hashes in expected.items():
+        run = SAMPLES / "universal-2-boxes"
+        opened = open_checkpoint(Path(f"{run}@{step}"))
+        assert hashes == {
+            f"{p.name}/{to_stored(s)}": xxhash.xxh3_128_hexdigest(read(t).tobytes()) for p, s, t in opened.tensors()
+        }
+        reader = UniversalDecoder(run / f"step-{int(step):010d}", decode, decode_delta)
+        for name, digest in hashes.items():
+            assert xxhash.xxh3_128_hexdigest(reader.whole_values(*name.rsplit("/", 1))) == digest, name
+
+
 @pytest.mark.parametrize("target", ["universal", "torch", "safetensors", "deepspeed", "deepspeed-universal", "flax"])
 def test_convert_writes_the_same_files_of_boxes_as_of_whole_tensors(boxed: Path, tmp_path: Path, target: str) -> None:
     save(checkpoint_at(3), tmp_path / "whole", writable("universal"), resources=EFFORT)
@@ -77,10 +94,6 @@ def test_a_block_across_boxes_reads_only_these(boxed: Path) -> None:
     master = open_checkpoint(Path(f"{boxed}@1")).parameters["rows"].states["master"]
     assert np.array_equal(master[12:30, 3], states_at(1)["rows"]["master"][12:30, 3])
     assert {one.path.name for one in master.crop(Box((0, 0), (14, 2))).sources()} == {"00000.safetensors"}
-
-
-def at(column: str, row: int, value: int) -> Change:
-    return number(f"box.{column}", row, value)
 
 
 def first_box(name: str, rank: int) -> Callable[[Forged], int]:
