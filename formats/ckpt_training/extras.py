@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -73,13 +74,13 @@ class Extras:
         return RestOfExtras(self.values, names)
 
     def missing(self) -> list[str]:
-        """The extra states of this rank's modules that the checkpoint lacks."""
-        return [name for name, _ in self._modules() if name not in self.source.extras]
+        """The extra states of this rank's modules that the checkpoint lacks, without those that say nothing."""
+        return [name for name, one in self._modules() if name not in self.source.extras and _has_extra_state(one)]
 
     def give(self) -> None:
         """Give all parts, modules, optimizers and generators their states."""
-        plain = {name: value for name, value in self.source.extras.items() if name not in self.parts}
-        self.taken.update(self.run.set_notes(plain))
+        notes = {note_name(name): name for name in self.source.extras if note_name(name) not in self.parts}
+        self.taken.update(notes[name] for name in self.run.set_notes(RestOfExtras(self.values, notes)))
         entries = self.source.extras.get(OPTIMIZER_ENTRIES, {})
         for number, optimizer in enumerate(self.run.optimizers):
             if number in entries:
@@ -114,6 +115,14 @@ class Extras:
                 where=self.source.path,
             ) from error
         self.taken.add(stored)
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    """Has a module anything to store? Linear layers of Megatron have None, those of TE without fp8 an empty tensor."""
+    if type(module).get_extra_state is nn.Module.get_extra_state:
+        return False
+    state = module.get_extra_state()
+    return state is not None and not (isinstance(state, torch.Tensor) and not state.numel())
 
 
 def _add_entries(optimizer: Any, number: int, entries: Mapping[int, Mapping[str, Any]]) -> None:

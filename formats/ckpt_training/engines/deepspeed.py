@@ -160,7 +160,10 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale
 
 
 def _set_notes(engine: Any, notes: Mapping[str, Any]) -> set[str]:
-    """Take the counts, the schedule and the loss scaler that DeepSpeed's own load takes; return the names."""
+    """Take the counts, the schedule and the loss scaler, as DeepSpeed's own load does.
+
+    Returns the names of the notes that are taken whole.
+    """
     names = set[str]()
     for name in ("global_steps", "global_samples", "skipped_steps"):
         if type(notes.get(name)) is int and notes[name] >= 0:
@@ -171,23 +174,21 @@ def _set_notes(engine: Any, notes: Mapping[str, Any]) -> set[str]:
     if isinstance(schedule, Mapping) and hasattr(engine.lr_scheduler, "load_state_dict"):
         engine.lr_scheduler.load_state_dict(dict(schedule))
         names.add("lr_scheduler")
-    return names | _set_scaler(engine.optimizer, notes)
+    of_optimizer = notes.get("optimizer")
+    if isinstance(of_optimizer, Mapping):
+        _set_scaler(engine.optimizer, of_optimizer)
+    return names
 
 
-def _set_scaler(optimizer: Any, notes: Mapping[str, Any]) -> set[str]:
-    """Take the loss scaler of a source: an object with fields at stages 1 to 3, or fields among the notes."""
+def _set_scaler(optimizer: Any, stored: Mapping[str, Any]) -> None:
+    """Take a dynamic loss scaler: stages 1 to 3 store an object with fields, stage 0 the fields themselves."""
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
-    stored = notes.get("loss_scaler")
-    get = getattr(stored, "get", notes.get)
-    if not (getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)):
-        return set()
-    values = {name: get(name) for name in _SCALER if hasattr(scaler, name)}
-    taken = {name: value for name, value in values.items() if type(value) in (int, float)}
-    if "cur_scale" not in taken:
-        return set()
-    for name, value in taken.items():
-        setattr(scaler, name, value)
-    return {"loss_scaler", "dynamic_loss_scale"} if stored is not None else {"dynamic_loss_scale", *taken}
+    get = getattr(stored.get("loss_scaler"), "get", stored.get)
+    values = {name: value for name in _SCALER if type(value := get(name)) in (int, float)}
+    is_dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
+    if is_dynamic and "cur_scale" in values:
+        for name in values.keys() & vars(scaler).keys():
+            setattr(scaler, name, values[name])
 
 
 def _momentum_of_partition(run: TrackedRun, number: int, name: str, state: torch.Tensor) -> torch.Tensor:

@@ -167,6 +167,8 @@ class _Names:
     def full(self, name: str) -> str:
         """The name in the full model. Raises `UnsupportedError` if a tensor has several experts."""
         number, _, local = name.partition(".")
+        if not local:
+            return name  # the list of the chunks itself
         full = self._naming[int(number)].plain(local)
         if full.endswith((".experts.weight1", ".experts.weight2")):
             raise UnsupportedError(

@@ -1,5 +1,7 @@
 """Fill live runs through their local shards, and let their engines save them: `fill.py OUT KIND...`.
 
+Of KIND:WAY:WAY, runs go on in these ways: see `go_on`.
+
 The kinds are those of `recording_jobs`. OUT/KIND/saved is what the engine saves of a run that had other weights and
 has not trained, OUT/KIND/rankN.json the parts that rank N has filled.
 """
@@ -25,6 +27,7 @@ from ckpt_training.local_shards import LocalPart, LocalShard, dtype_name
 from ckpt_training.run_shards import masters_of, model_shards_of, states_of
 from engines import ranks
 from engines.kinds import KINDS as ENGINE_KINDS
+from filling_jobs.go_on import go_on
 from filling_jobs.values import values_of
 from recording_jobs.kinds import KINDS, Kind
 from recording_jobs.run import start
@@ -115,15 +118,17 @@ def is_right(shard: LocalShard, has_master: bool) -> bool:
 
 def main() -> int:
     out, failed = Path(sys.argv[1]).resolve(), 0
-    for kind in map(kind_of, sys.argv[2:]):
-        began = time.monotonic()
+    for name, *ways in (argument.split(":") for argument in sys.argv[2:]):
+        kind, folder, began = kind_of(name), out / ":".join([name, *ways]), time.monotonic()
         try:
-            folder = out / kind.name
-            ranks.run(kind.world, lambda kind=kind, folder=folder: fill(kind, folder), folder, join=joining(kind))
-            print(f"{kind.name}: {time.monotonic() - began:.1f} s", flush=True)
+            if ways:
+                go_on(kind, ways, folder)
+            else:
+                ranks.run(kind.world, lambda kind=kind, folder=folder: fill(kind, folder), folder, join=joining(kind))
+            print(f"{folder.name}: {time.monotonic() - began:.1f} s", flush=True)
         except Exception as error:
             failed += 1
-            print(f"{kind.name} FAILED: {error}", flush=True)
+            print(f"{folder.name} FAILED: {error}", flush=True)
     return 1 if failed else 0
 
 

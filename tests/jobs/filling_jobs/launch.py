@@ -11,6 +11,6 @@ HERE = Path(__file__).parent
 
 
 def fill(kinds: Iterable[str], out: Path) -> None:
-    """Fill and save kinds into `out`. Raises `EngineError` that names those which failed."""
+    """Do what `fill.py` says of kinds into `out`. Raises `EngineError` that names those which failed."""
     names = list(kinds)
     run_script(HERE / "fill.py", [str(out), *names], len(names))
