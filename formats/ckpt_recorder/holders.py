@@ -4,15 +4,13 @@ Ranks hold a tensor together if they have the same elements of it under the same
 tensor, ranks of a pipeline stage share those of the stage, and a shard that only one rank has is recorded by that rank.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
-from math import prod
+from itertools import pairwise
 
 import xxhash
 
 from ckpt_formats.core.errors import UnsupportedError
-from ckpt_formats.core.geometry import Box, overlaps
 from ckpt_formats.universal.gradients.layout import ALONE, UPDATE, OptimizerVector
 from ckpt_recorder.probe import ProbeResult
 from ckpt_training import ranks
@@ -29,9 +27,8 @@ from ckpt_training.engines.run import (
     state_of,
 )
 from ckpt_training.local_shards import LocalPart, dtype_name, local_shard
+from ckpt_training.shares import Piece, check_coverage, equal_shares, piece_of
 
-Piece = tuple[str, Box, int, int]
-"""The name of a parameter, a block of it, and a range of elements of the block."""
 _MAX_TAIL = 64
 """More elements than a SIMD vector has."""
 _HINT = (
@@ -110,18 +107,19 @@ def contributions(run: TrackedRun, probed: Sequence[ProbeResult]) -> list[RankPa
     holders: dict[Piece, list[int]] = {}
     for rank, one in enumerate(tensors):
         for _, part in one.parts:
-            holders.setdefault(_piece(part), []).append(rank)
+            holders.setdefault(piece_of(part), []).append(rank)
     for (name, *_), of in holders.items():
         if len(set(of)) < len(of):
             raise UnsupportedError(
                 f"two optimizers step `{name}`", hint="Give each optimizer parameters of its own, or record only one."
             )
-    _check_coverage(holders, {part.name: part.shape for one in tensors for _, part in one.parts})
+    shapes = {part.name: part.shape for one in tensors for _, part in one.parts}
+    check_coverage(holders, shapes, "Start the recorder on all ranks that have a part of the tensor.")
     copies = [
         {
-            _piece(part): (number, part.offset, part.offset + part.size)
+            piece_of(part): (number, part.offset, part.offset + part.size)
             for number, part in one.parts
-            if len(holders[_piece(part)]) > 1
+            if len(holders[piece_of(part)]) > 1
         }
         for one in tensors
     ]
@@ -191,10 +189,6 @@ def _split_at(part: LocalPart, tail: Sequence[int]) -> Iterator[tuple[LocalPart,
         yield piece, 0 if begin in inside else end - begin
 
 
-def _piece(part: LocalPart) -> Piece:
-    return part.name, part.box, part.start, part.stop
-
-
 def _check_optimizers(tensors: Sequence[RankTensors]) -> None:
     for rank, one in enumerate(tensors):
         for what, counts in (
@@ -218,24 +212,6 @@ def _check_shapes(tensors: Sequence[RankTensors]) -> None:
                 raise UnsupportedError(
                     f"ranks {other} and {rank} have different tensors `{part.name}`: {shapes}", hint=_HINT
                 )
-
-
-def _check_coverage(holders: Mapping[Piece, Sequence[int]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `UnsupportedError` unless the pieces of each tensor have each element once."""
-    blocks: dict[str, dict[Box, list[tuple[int, int]]]] = {}
-    for name, box, start, stop in holders:
-        blocks.setdefault(name, {}).setdefault(box, []).append((start, stop))
-    for name, by_box in blocks.items():
-        tiled = not any(overlaps(list(by_box))) and sum(box.size for box in by_box) == prod(shapes[name])
-        for box, ranges in by_box.items():
-            ends = [0, *(stop for _, stop in sorted(ranges))]
-            tiled &= [start for start, _ in sorted(ranges)] == ends[:-1] and ends[-1] == box.size
-        if not tiled:
-            having = sorted({rank for piece, of in holders.items() if piece[0] == name for rank in of})
-            raise UnsupportedError(
-                f"the parts of `{name}` on ranks {', '.join(map(str, having))} do not make up the full tensor once",
-                hint="Start the recorder on all ranks that have a part of the tensor.",
-            )
 
 
 def _check_frozen(tensors: Sequence[RankTensors]) -> None:
@@ -285,18 +261,20 @@ def _split(
 ) -> list[list[tuple[int, LocalPart, int]]]:
     """The parts that each rank records, with the number of vectorized elements. Large parts come first."""
     whole = {
-        _piece(part)
+        piece_of(part)
         for one in tensors
         for number, part in one.parts
         if probed[one.vectors[number].optimizer].threads is not None
     }
-    shares = dict(_shares(holders, whole))
+    pieces = [(piece, tuple(of)) for piece, of in holders.items()]
+    ranges = equal_shares(pieces, lambda piece: piece[3] - piece[2] if piece in whole else 1)
+    shares = {piece: own for (piece, _), own in zip(pieces, ranges, strict=True)}
     all_parts = []
     for rank, one in enumerate(tensors):
         parts = []
         for number, part in one.parts:
-            start, stop = shares[_piece(part)][rank]
-            if start < stop or (not part.size and rank == holders[_piece(part)][0]):
+            start, stop = shares[piece_of(part)][rank]
+            if start < stop or (not part.size and rank == holders[piece_of(part)][0]):
                 own = replace(part, start=start, stop=stop, offset=part.offset + start - part.start)
                 method = probed[one.vectors[number].optimizer]
                 size = one.sizes[number]
@@ -308,23 +286,3 @@ def _split(
         parts.sort(key=lambda item: item[1].size < ALONE)
         all_parts.append(parts)
     return all_parts
-
-
-def _shares(
-    holders: Mapping[Piece, Sequence[int]], whole: Collection[Piece]
-) -> Iterator[tuple[Piece, dict[int, tuple[int, int]]]]:
-    """The range of each piece that each of its holders records: an equal share of all that the same ranks hold.
-
-    A boundary may be inside a tensor, but not inside one of `whole`.
-    """
-    together: dict[tuple[int, ...], list[Piece]] = {}
-    for piece, of in holders.items():
-        together.setdefault(tuple(of), []).append(piece)
-    for of, pieces in together.items():
-        ends = list(accumulate((stop - start for _, _, start, stop in pieces), initial=0))
-        total = ends[-1]
-        for (name, box, start, stop), at in zip(pieces, ends, strict=False):
-            cuts = [min(max(start + total * turn // len(of) - at, start), stop) for turn in range(len(of) + 1)]
-            if (name, box, start, stop) in whole:
-                cuts = [stop if 2 * (cut - start) > stop - start else start for cut in cuts]
-            yield (name, box, start, stop), dict(zip(of, pairwise(cuts), strict=True))

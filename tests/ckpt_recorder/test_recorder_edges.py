@@ -24,9 +24,9 @@ from ckpt_formats.universal.chain import states
 from ckpt_formats.universal.gradients.record import FileHead, Kind
 from ckpt_formats.universal.gradients.segment import open_segment
 from ckpt_recorder import Bases, Recorder, RecorderWarning, callbacks
-from ckpt_recorder.holders import _shares
 from ckpt_recorder.record_file import RecordFile
 from ckpt_training import ranks
+from ckpt_training.shares import equal_shares
 from ckpt_training.writing.ring import Ring
 
 
@@ -256,8 +256,11 @@ def test_weights_in_another_order_of_memory_are_restored_exactly(tmp_path: Path)
 def test_ranks_share_tensors_but_never_split_those_that_are_stepped_as_wholes(sizes: tuple[int, ...]) -> None:
     holders = {(f"w{n}", Box.whole((size,)), 0, size): [4, 7, 9] for n, size in enumerate(sizes)}
     whole = [piece for piece in holders if piece[0] != "w1"]
-    recorded = dict(_shares(holders, whole))
-    for piece, shares in recorded.items():
+    ranges_of = equal_shares(
+        [(piece, tuple(of)) for piece, of in holders.items()],
+        lambda piece: piece[3] - piece[2] if piece in whole else 1,
+    )
+    for piece, shares in zip(holders, ranges_of, strict=True):
         ranges = [(start, stop) for start, stop in shares.values() if start < stop]
         assert list(shares) == [4, 7, 9]
         assert sum(stop - start for start, stop in ranges) == piece[3]
