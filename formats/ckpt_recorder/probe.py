@@ -19,9 +19,10 @@ from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.optimizers import DEEPSPEED_VECTOR, VECTOR, OptimizerStep, States, whole_vectors
 from ckpt_formats.core.errors import CkptError, UnsupportedError
-from ckpt_formats.core.values import Global, Value
+from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients.layout import UPDATE, Exactness, LoggedOptimizer
 from ckpt_formats.universal.gradients.optimizers import METHODS, step_of
+from ckpt_training.group_options import group_options
 
 SIZES = (1, 7, 8, 15, 31, 65, 1003, 20_011)
 """The sizes of the probed tensors: near multiples of SIMD vectors, and larger than the share of one thread."""
@@ -79,20 +80,6 @@ def class_name(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def group_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Value]:
-    """The options of a group for its next step, as plain data. Tensors become arrays."""
-    options = {}
-    for name, value in group.items():
-        if name != "params" and (plain := _plain(value)) is not _NOT_PLAIN:
-            options[name] = plain
-    name = type(optimizer).__name__
-    if name in ("Adam", "AdamW") and "decoupled_weight_decay" not in options:  # torch before 2.7
-        options["decoupled_weight_decay"] = name == "AdamW"
-    if hasattr(optimizer, "adam_w_mode"):  # DeepSpeed's groups do not state it
-        options["adamw_mode"] = bool(optimizer.adam_w_mode)
-    return options
-
-
 def flags_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a group that choose the arithmetic of a step: all that are no numbers, and which are zero."""
     return {
@@ -100,34 +87,6 @@ def flags_of(group: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in group.items()
         if name not in ("params", "lr") and isinstance(value, _PLAIN)
     }
-
-
-_NOT_PLAIN = object()
-
-
-def _array(value: torch.Tensor) -> Any:
-    try:
-        return value.detach().cpu().numpy().copy()
-    except (TypeError, RuntimeError):
-        return _NOT_PLAIN
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().float().cpu().numpy().copy() if value.dtype == torch.bfloat16 else _array(value)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return value.copy()
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, torch.dtype):
-        return Global("torch", str(value).removeprefix("torch."))
-    if isinstance(value, dict):
-        named = {key: _plain(one) for key, one in value.items() if isinstance(key, str)}
-        return _NOT_PLAIN if any(one is _NOT_PLAIN for one in named.values()) else named
-    if isinstance(value, (tuple, list)):
-        items = tuple(map(_plain, value))
-        return _NOT_PLAIN if any(item is _NOT_PLAIN for item in items) else items
-    return value if isinstance(value, _PLAIN) else _NOT_PLAIN
 
 
 def probe(

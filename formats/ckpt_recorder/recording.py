@@ -23,7 +23,7 @@ from ckpt_formats.universal.gradients.random_states import GeneratorState
 from ckpt_formats.universal.gradients.record import Kind, with_one_nan
 from ckpt_recorder.holders import RankPart
 from ckpt_recorder.orders import Flush, FlushEvery, WriteRandomStates, WriteRecord
-from ckpt_recorder.probe import ProbeResult, group_options
+from ckpt_recorder.probe import ProbeResult
 from ckpt_recorder.value_recording import ValueRecording, live_tensor, live_values
 from ckpt_recorder.writer import WriterSettings
 from ckpt_training.composite_tensors import SEPARATOR, is_composite
@@ -36,6 +36,7 @@ from ckpt_training.engines.run import (
     state_names,
     state_of,
 )
+from ckpt_training.group_options import group_options
 from ckpt_training.writing.link import WriterBroken, WriterLink
 from ckpt_training.writing.ring import Ring
 

@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckpt_training.loading import Loaded, load
+    from ckpt_training.saver import SaveHandle, Saver, SaveResult, SaverWarning
 
-__all__ = ["Loaded", "load"]
+__all__ = ["Loaded", "SaveHandle", "SaveResult", "Saver", "SaverWarning", "load"]
 
-_MODULES = {"Loaded": "loading", "load": "loading"}
+_MODULES = {
+    "Loaded": "loading",
+    "SaveHandle": "saver",
+    "SaveResult": "saver",
+    "Saver": "saver",
+    "SaverWarning": "saver",
+    "load": "loading",
+}
 
 
 def __getattr__(name: str) -> Any:

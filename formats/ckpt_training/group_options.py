@@ -4,16 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.core.fingerprint import fingerprint
+from ckpt_formats.core.values import Global, Value
 from ckpt_training.engines.run import TrackedRun
 from ckpt_training.plain_values import PlainValues
 
 _OF_THE_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
 """What a group has of the run itself: its tensors, and the options that choose a kernel and no arithmetic."""
+
+
+_PLAIN = (int, float, bool, str, type(None))
 
 
 @dataclass(eq=False)
@@ -60,3 +65,46 @@ class GroupOptions:
                     group[name] = tuple(value)
                 else:
                     group[name] = value
+
+
+def group_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Value]:
+    """The options of a group for its next step, as plain data. Tensors become arrays."""
+    options = {}
+    for name, value in group.items():
+        if name != "params" and (plain := plain_option(value)) is not _NOT_PLAIN:
+            options[name] = plain
+    name = type(optimizer).__name__
+    if name in ("Adam", "AdamW") and "decoupled_weight_decay" not in options:  # torch before 2.7
+        options["decoupled_weight_decay"] = name == "AdamW"
+    if hasattr(optimizer, "adam_w_mode"):  # DeepSpeed's groups do not state it
+        options["adamw_mode"] = bool(optimizer.adam_w_mode)
+    return options
+
+
+_NOT_PLAIN = object()
+
+
+def _array(value: torch.Tensor) -> Any:
+    try:
+        return value.detach().cpu().numpy().copy()
+    except (TypeError, RuntimeError):
+        return _NOT_PLAIN
+
+
+def plain_option(value: Any) -> Any:
+    """Return the value of an option as plain data; `_NOT_PLAIN` if it is none."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().float().cpu().numpy().copy() if value.dtype == torch.bfloat16 else _array(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return value.copy()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, torch.dtype):
+        return Global("torch", str(value).removeprefix("torch."))
+    if isinstance(value, dict):
+        named = {key: plain_option(one) for key, one in value.items() if isinstance(key, str)}
+        return _NOT_PLAIN if any(one is _NOT_PLAIN for one in named.values()) else named
+    if isinstance(value, (tuple, list)):
+        items = tuple(map(plain_option, value))
+        return _NOT_PLAIN if any(item is _NOT_PLAIN for item in items) else items
+    return value if isinstance(value, _PLAIN) else _NOT_PLAIN

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from ckpt_codecs.base import Array
 from ckpt_formats.containers.typed_json import encode
-from ckpt_formats.universal.gradients.random_states import GeneratorState
+from ckpt_formats.universal.gradients.random_states import GeneratorState, as_values
 
 
 class RandomStates:
@@ -44,6 +45,10 @@ class RandomStates:
         elif self._step != step:
             self.changed(step)
         return self._states
+
+    def values(self) -> dict[str, Any]:
+        """Return the current states of all generators, as `restore_random_states` takes them."""
+        return as_values(self._now(), Path())
 
     def _now(self) -> dict[str, GeneratorState]:
         """The states of all generators."""

@@ -34,6 +34,12 @@ def masters_of(run: TrackedRun) -> Iterator[LocalShard]:
                 yield shard_of(local_shard(one.tensor).detach(), part, MASTER, "parameter")
 
 
+def is_of_elements(one: TrackedTensor, name: object, value: object) -> bool:
+    """Return whether a state has a value for each element of its tensor. The count of steps of a scalar has not."""
+    is_tensor = isinstance(value, torch.Tensor) and value.shape == one.tensor.shape
+    return is_tensor and (bool(one.tensor.dim()) or name != "step")
+
+
 def names_of_run(run: TrackedRun) -> list[str]:
     """The names of this rank's parameters and persistent buffers."""
     stepped = (name for groups in run.group_names for names in groups for name in names)
@@ -70,7 +76,7 @@ def states_of(run: TrackedRun, number: int) -> Iterator[LocalShard]:
     """This rank's memory of the states that the optimizer has of a tensor, those of the tensor's shape."""
     one = run.tensors[number]
     for name, value in run.optimizers[one.optimizer].state.get(one.tensor, {}).items():
-        if isinstance(value, torch.Tensor) and value.shape == one.tensor.shape and value.dim():
+        if is_of_elements(one, name, value):
             for part in one.all_parts:
                 yield shard_of(local_shard(value).detach(), part, from_stored(str(name)), "parameter")
 

@@ -251,10 +251,11 @@ def _write(
 ) -> AppendResult:
     result = Job(source, target, format).run(resources=resources, progress=progress)
     written = listed_again(target)
-    return AppendResult(_member(written, manifest.load(written / manifest.NAME), step), result, notes=result.notes)
+    return AppendResult(member_of(written, manifest.load(written / manifest.NAME), step), result, notes=result.notes)
 
 
-def _member(folder: Path, written: Manifest, step: int) -> Member:
+def member_of(folder: Path, written: Manifest, step: int) -> Member:
+    """Return the row of a chain for a checkpoint in its folder. Raises `CorruptError` if a pack is not there."""
     files = written.files(folder)
     for number, pack in enumerate(written.packs):  # a member that cannot be read is not listed
         path = files.path(number)

@@ -193,7 +193,7 @@ class FolderTarget(StagedTarget):
         _remove_all_but_the_mark(self.folder) if self.is_shared else self.discard()
 
     def discard(self) -> None:
-        _remove(self.folder)
+        remove_staging(self.folder)
 
     def _take_over(self, receipts: Sequence[Receipt]) -> Path:
         """The folder of the complete files, under a name of this process's own: one that was thought dead loses it."""
@@ -228,7 +228,7 @@ def open_target(path: Path, resources: Execution, single_file: str | None) -> It
                 stage.flush()
             with suppress(OSError):
                 if os.listdir(folder) == [LOCK]:  # nothing was written
-                    _remove(folder)
+                    remove_staging(folder)
 
 
 def staging_folder(target: Path) -> Path:
@@ -272,7 +272,7 @@ def sweep(place: Path) -> None:
         if _is_left_over(folder, target) and is_own(folder, *OWN):
             with suppress(CkptError), locked_folder(folder, target):
                 if _is_left_over(folder, target):
-                    _remove(folder)
+                    remove_staging(folder)
 
 
 def _is_left_over(folder: Path, target: Path) -> bool:
@@ -312,7 +312,7 @@ def remove(target: Path) -> tuple[int, int, int]:
     sizes = [path.stat().st_size for one in staged for path in one.rglob("*") if path.is_file()]
     if folder in staged:
         with locked_folder(folder, target):
-            _remove(folder)
+            remove_staging(folder)
     for one in shards:
         shutil.rmtree(one, ignore_errors=True)
     return len(sizes), sum(sizes), 0
@@ -390,7 +390,7 @@ def _is_there(place: Path, receipt: Receipt) -> bool:
         return False
 
 
-def _remove(folder: Path) -> None:
+def remove_staging(folder: Path) -> None:
     """Remove a staging folder; its marker `published` last but one, and last its lock, which shows the owner."""
     with suppress(OSError):
         for path in sorted(folder.iterdir(), key=lambda path: (path.name == LOCK, path.name == PUBLISHED)):

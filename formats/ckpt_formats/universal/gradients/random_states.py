@@ -105,13 +105,18 @@ def random_states_at(records: Iterable[LogRecord], step: int, path: Path, reader
     states: dict[str, GeneratorState] = {}
     for record in needed:
         states |= _decode(record, states, path, reader)
+    return as_values(states, path)
+
+
+def as_values(states: Mapping[str, GeneratorState], where: Path) -> dict[str, Value]:
+    """Return states as a checkpoint has them: arrays of bytes or words, by generator. Raises `CorruptError`."""
     values: dict[str, Value] = {}
     for name, one in states.items():
-        fields = decode(dict(one.fields), path)
+        fields = decode(dict(one.fields), where)
         if name not in _ARRAYS:
             values[name] = one.words
         elif not isinstance(fields, dict) or one.words.size % 4:
-            raise _damaged_error(needed[-1], path)
+            raise CorruptError(f"the state of the generator {name!r:.40} is damaged", where=where)
         else:
             array = one.words.view("<u4")
             values[name] = {key: array if key == _ARRAYS[name] else value for key, value in fields.items()}

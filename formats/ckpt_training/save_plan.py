@@ -1,0 +1,286 @@
+"""What each rank saves: decided once, by all ranks together, so that a save needs no exchange.
+
+Tensors that several ranks have (with DDP, along the outer axis of HSDP, norms under tensor parallelism) are split among
+them. States of an optimizer follow the tensors that it steps, so a run may be planned before its first step.
+"""
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal
+
+import torch
+import xxhash
+
+from ckpt_formats.core.checkpoint import Role
+from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.state_names import from_stored
+from ckpt_formats.universal.boxes import RankBox
+from ckpt_training import ranks
+from ckpt_training.composite_tensors import is_composite
+from ckpt_training.engines.run import TrackedRun, memory_of
+from ckpt_training.local_shards import LocalPart, LocalShard, dtype_name, local_shard
+from ckpt_training.run_shards import masters_of, model_shards_of, states_of
+from ckpt_training.shares import Piece, check_coverage, equal_shares, piece_of
+
+Kind = Literal["model", "optimizer"]
+"""Whether the model computes with a tensor, or an optimizer steps it. Other ranks may have the one than the other."""
+_HINT = (
+    "Construct the Saver on all ranks that have a part of the tensor. If ranks have different tensors under one name, "
+    "give each tensor of the full model a name of its own."
+)
+
+
+@dataclass(frozen=True)
+class SavedShard:
+    """Memory of this rank that a save copies: the share of this rank."""
+
+    box: int
+    """The number of its box."""
+    name: str
+    state: str
+    memory: torch.Tensor
+    """The values, on any device and with any strides, in the order of the box."""
+
+    def cloned(self) -> "SavedShard":
+        """Return a copy of the values, which the run does not change."""
+        return replace(self, memory=self.memory.clone())
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """The share of this rank, and what is known of the run as a whole."""
+
+    token: str
+    """A text that all ranks of this plan have, and no other plan has."""
+    ranges: Mapping[tuple[Kind, Piece], tuple[int, int]]
+    """Of each piece that this rank has: the range of elements that it saves."""
+    first: frozenset[tuple[Kind, Piece]]
+    """The pieces of which this rank is the first that has them."""
+    names: tuple[str, ...]
+    """The names of all parameters and buffers of all ranks, in the order of the model."""
+    group_names: tuple[tuple[str, ...], ...]
+    """The names of all parameters by group, those of the first optimizer first."""
+    aliases: Mapping[str, str]
+
+    def boxes(self, run: TrackedRun) -> tuple[list[RankBox], list[SavedShard]]:
+        """Return the boxes of this rank, and the memory of each state.
+
+        Raises `UnsupportedError` if the run has other tensors than when the ranks planned.
+        """
+        self._check_unchanged(run)
+        boxes: dict[Piece, RankBox] = {}
+        shards: list[tuple[Piece, LocalShard]] = []
+        for kind, shard in _shards(run):
+            start, stop = self.ranges[kind, piece_of(shard.part)]
+            if start == stop and not (shard.part.size == 0 and (kind, piece_of(shard.part)) in self.first):
+                continue
+            own = _cut(shard, start, stop)
+            part, key = own.part, piece_of(own.part)
+            known = boxes.get(key)
+            states = {**({} if known is None else known.states), own.state: dtype_name(own.memory.dtype)}
+            role = own.role if known is None else known.role
+            last = None if part.is_block else part.stop
+            boxes[key] = RankBox(part.name, role, part.shape, part.box, states, part.start, last)
+            shards.append((key, own))
+        for key, shard in self._states_of_other_shapes(run):
+            boxes[key] = RankBox(
+                shard.name, "parameter", shard.part.shape, shard.part.box, {shard.state: dtype_name(shard.memory.dtype)}
+            )
+            shards.append((key, shard))
+        numbers = {key: number for number, key in enumerate(boxes)}
+        return list(boxes.values()), [SavedShard(numbers[key], one.name, one.state, one.memory) for key, one in shards]
+
+    def _check_unchanged(self, run: TrackedRun) -> None:
+        current = {(kind, piece_of(part)): part for kind, _, part in _parts(run)}
+        for kind, piece in (*(current.keys() - self.ranges.keys()), *(self.ranges.keys() - current.keys())):
+            is_new = (kind, piece) in current
+            what = "another part than" if is_new else "no longer the part that it had"
+            raise UnsupportedError(
+                f"the {kind} has {what} of `{piece[0]}` when the Saver was made",
+                hint="Make a new Saver, on all ranks.",
+            )
+        for number, optimizer in enumerate(run.optimizers):
+            if run.groups is not None:
+                continue  # the engine shows its optimizer only one group at a time
+            known = {id(one.tensor) for one in run.tensors if one.optimizer == number}
+            if known != {id(one) for group in optimizer.param_groups for one in group["params"]}:
+                raise UnsupportedError(
+                    "the optimizer steps other tensors than when the Saver was made",
+                    hint="Make a new Saver, on all ranks.",
+                )
+
+    def _states_of_other_shapes(self, run: TrackedRun) -> Iterator[tuple[Piece, LocalShard]]:
+        """The states of optimizers that have another shape than their tensors, such as factors of Adafactor."""
+        for one in run.tensors:
+            for name, value in run.optimizers[one.optimizer].state.get(one.tensor, {}).items():
+                if not isinstance(value, torch.Tensor) or not value.dim() or value.shape == one.tensor.shape:
+                    continue
+                part, state = next(iter(one.all_parts), None), from_stored(str(name))
+                has_all = part is not None and part.size == prod(part.shape) == one.tensor.numel()
+                if part is None or not has_all or is_composite(value):
+                    raise UnsupportedError(
+                        f"the state {state} of `{part.name if part else one.names[0]}` has the shape "
+                        f"{list(value.shape)}, not that of its tensor, which is sharded",
+                    )
+                if ("optimizer", piece_of(part)) in self.first:
+                    values, whole = local_shard(value).detach(), Box.whole(tuple(value.shape))
+                    own = replace(part, shape=tuple(value.shape), box=whole, start=0, stop=whole.size, offset=0)
+                    yield (f"{part.name} {state}", whole, 0, whole.size), LocalShard(own, state, "parameter", values)
+
+
+def agree(run: TrackedRun) -> SavePlan:
+    """Return the plan of this rank. Every rank must call it.
+
+    Raises `UnsupportedError` on all ranks if their parts do not make up full tensors, or if tensors that should be
+    copies of each other differ.
+    """
+    with ranks.together():
+        own = json.dumps(_stated(run)).encode()
+    every = [json.loads(one) for one in ranks.gather_bytes(own)]
+    holders: dict[tuple[Kind, Piece], list[int]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    buffers, names = set[str](), dict[str, None]()
+    for rank, stated in enumerate(every):
+        for kind, role, name, shape, start, stop, first, last in stated["parts"]:
+            piece: Piece = name, Box(tuple(start), tuple(stop)), first, last
+            if shapes.setdefault(name, tuple(shape)) != tuple(shape):
+                raise UnsupportedError(f"ranks have different tensors `{name}`: {shapes[name]} and {shape}", hint=_HINT)
+            of = holders.setdefault((kind, piece), [])
+            if rank in of:
+                raise UnsupportedError(f"two optimizers step `{name}`", hint="Give each optimizer its own parameters.")
+            of.append(rank)
+            names[name] = None
+            buffers |= {name} if role == "buffer" else set()
+    for kind in ("model", "optimizer"):
+        check_coverage({piece: of for (one, piece), of in holders.items() if one == kind}, shapes, _HINT)
+    _check_groups(every)
+    ranges = _ranges(holders, buffers)
+    rank, _ = ranks.rank_and_world()
+    _check_copies(run, {key for key, of in holders.items() if len(of) > 1 and key[1][0] not in buffers})
+    groups = [list[str]() for _ in every[0]["groups"]]
+    for stated in every:
+        for group, own_names in zip(groups, stated["groups"], strict=True):
+            group += own_names
+    return SavePlan(
+        token=every[0]["token"],
+        ranges={key: ranges[key][rank] for key, of in holders.items() if rank in of},
+        first=frozenset(key for key, of in holders.items() if of[0] == rank),
+        names=tuple(names),
+        group_names=tuple(tuple(name for name in dict.fromkeys(group) if name in names) for group in groups),
+        aliases={alias: name for stated in every for alias, name in stated["aliases"].items() if name in names},
+    )
+
+
+def _stated(run: TrackedRun) -> dict[str, Any]:
+    """What this rank tells the others: plain data."""
+    return {
+        "token": uuid.uuid4().hex[:16],
+        "parts": [
+            [kind, role, part.name, part.shape, part.box.start, part.box.stop, part.start, part.stop]
+            for kind, role, part in _parts(run)
+        ],
+        "groups": [names for groups in run.group_names for names in groups],
+        "aliases": dict(run.aliases),
+    }
+
+
+def _parts(run: TrackedRun) -> Iterator[tuple[Kind, Role, LocalPart]]:
+    for shard in model_shards_of(run):
+        yield "model", shard.role, shard.part
+    known = set[int]()
+    for one in run.tensors:
+        if id(one.tensor) not in known:
+            known.add(id(one.tensor))
+            for part in one.all_parts:
+                yield "optimizer", "parameter", part
+
+
+def _shards(run: TrackedRun) -> Iterator[tuple[Kind, LocalShard]]:
+    """All memory of this rank with an element for each of a part."""
+    for shard in model_shards_of(run):
+        yield "model", shard
+    for shard in masters_of(run):
+        yield "optimizer", shard
+    for number in range(len(run.tensors)):
+        for shard in states_of(run, number):
+            yield "optimizer", shard
+
+
+def _check_groups(every: Sequence[Mapping[str, Any]]) -> None:
+    for rank, stated in enumerate(every):
+        if len(stated["groups"]) != len(every[0]["groups"]):
+            raise UnsupportedError(
+                f"ranks 0 and {rank} have different numbers of parameter groups: {len(every[0]['groups'])} and "
+                f"{len(stated['groups'])}",
+                hint="Make the same optimizers and groups on every rank; a group may be empty.",
+            )
+
+
+def _ranges(
+    holders: Mapping[tuple[Kind, Piece], Sequence[int]], buffers: set[str]
+) -> dict[tuple[Kind, Piece], Mapping[int, tuple[int, int]]]:
+    """The range of each piece that each of its holders saves. A buffer is that of the first rank, as in DDP."""
+    shared = dict.fromkeys((piece, tuple(of)) for (_, piece), of in holders.items() if piece[0] not in buffers)
+    shares = dict(zip(shared, equal_shares(list(shared), _row_size), strict=True))
+    ranges: dict[tuple[Kind, Piece], Mapping[int, tuple[int, int]]] = {}
+    for (kind, piece), of in holders.items():
+        if piece[0] in buffers:
+            ranges[kind, piece] = {rank: (piece[2], piece[3] if rank == of[0] else piece[2]) for rank in of}
+        else:
+            ranges[kind, piece] = shares[piece, tuple(of)]
+    return ranges
+
+
+def _axis(box: Box) -> int:
+    """The first axis along which a block can be cut into blocks."""
+    return next((axis for axis, length in enumerate(box.shape) if length > 1), 0)
+
+
+def _row_size(piece: Piece) -> int:
+    """The number of elements between two places at which a piece can be cut: a block is cut into blocks."""
+    _, box, start, stop = piece
+    return prod(box.shape[_axis(box) + 1 :]) if stop - start == box.size else 1
+
+
+def _cut(shard: LocalShard, start: int, stop: int) -> LocalShard:
+    """The elements of a shard from `start` to `stop`, counted as those of its part."""
+    part = shard.part
+    if (start, stop) == (part.start, part.stop):
+        return shard
+    if not part.is_block:
+        low, high = start - part.start, stop - part.start
+        return replace(shard, part=replace(part, start=start, stop=stop), memory=shard.memory[low:high])
+    axis, row = _axis(part.box), _row_size(piece_of(part))
+    low, high = start // row, stop // row
+    first = part.box.start[axis]
+    box = Box(
+        (*part.box.start[:axis], first + low, *part.box.start[axis + 1 :]),
+        (*part.box.stop[:axis], first + high, *part.box.stop[axis + 1 :]),
+    )
+    memory = shard.memory.narrow(axis, low, high - low)
+    return replace(shard, part=replace(part, box=box, start=0, stop=box.size), memory=memory)
+
+
+def _check_copies(run: TrackedRun, copies: set[tuple[Kind, Piece]]) -> None:
+    """Raise `UnsupportedError` on all ranks if tensors that several ranks have are no copies. Every rank calls it."""
+    if ranks.rank_and_world()[1] == 1:
+        return
+    digests: dict[str, str] = {}
+    for kind, shard in _shards(run):
+        if (kind, piece_of(shard.part)) in copies:
+            name, box, start, stop = piece_of(shard.part)
+            digests[f"{name} {shard.state} {box} {start} {stop}"] = xxhash.xxh3_64_hexdigest(memory_of(shard.memory))
+    first: dict[str, tuple[int, str]] = {}
+    for rank, one in enumerate(ranks.gather_bytes(json.dumps(digests).encode())):
+        for key, digest in json.loads(one).items():
+            other, known = first.setdefault(key, (rank, digest))
+            if known != digest:
+                name, state = key.split(" ")[:2]
+                raise UnsupportedError(
+                    f"ranks {other} and {rank} have different values of `{name}` ({state}) under the same name",
+                    hint=_HINT,
+                )

@@ -1,0 +1,392 @@
+"""Saving a live job: a snapshot while training goes on, and a checkpoint that appears whole or not at all."""
+
+import os
+import warnings
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from ckpt import Universal
+from ckpt.chains.change import change
+from ckpt.chains.write import DeltaPolicy
+from ckpt.pipeline import Execution
+from ckpt.pipeline.targets import clean
+from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.encoding import AUTO
+from ckpt_formats.core.errors import CkptError, InvalidArgumentError, OutputError, UnsupportedError
+from ckpt_formats.core.state_names import from_stored
+from ckpt_formats.core.store_path import is_remote
+from ckpt_formats.core.text import PARTIAL
+from ckpt_formats.stores.location import target_path
+from ckpt_formats.universal.chain import folder as chain_folder
+from ckpt_training import ranks
+from ckpt_training.engines.registry import check_initialized, tracked_run
+from ckpt_training.engines.run import clean_name, further_entries
+from ckpt_training.group_options import group_options
+from ckpt_training.plain_notes import OPTIMIZER_ENTRIES, extra_name, plain_note
+from ckpt_training.random_states import RandomStates
+from ckpt_training.run_shards import is_of_elements
+from ckpt_training.save_plan import agree
+from ckpt_training.snapshot import Snapshot, SnapshotThread
+from ckpt_training.writing.rank_notes import RankNotes
+from ckpt_training.writing.ring import Ring
+from ckpt_training.writing.save_orders import BeginSave, SaveSettings, is_chain, path_of_step, row_of_box
+
+_SLOTS = 4
+_LEAST_SLOT = 1 << 16
+
+
+class SaverWarning(UserWarning):
+    """A save failed that nobody waited for, or was skipped. Training goes on."""
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """A save that has ended without an error.
+
+    Attributes:
+        step: The number of the step.
+        path: The checkpoint; of a chain, its member.
+        kind: `base` if it can be read without an earlier save, else `delta`; empty if it was skipped.
+        nbytes: The bytes that this rank has stored.
+        cpu_seconds: The CPU time of this rank's process from the beginning of the save to its end.
+        skipped: Why nothing was saved (`when_slow="skip"`); None if it was.
+    """
+
+    step: int
+    path: str
+    kind: Literal["base", "delta", ""]
+    nbytes: int = 0
+    cpu_seconds: float = 0.0
+    skipped: str | None = None
+
+
+class SaveHandle:
+    """A save that may still be in progress. Threads may share it."""
+
+    def __init__(self, step: int, snapshot: Snapshot | None, skipped: SaveResult | None = None) -> None:
+        self.step = step
+        self._snapshot, self._skipped = snapshot, skipped
+        self._was_raised = False
+
+    def done(self) -> bool:
+        """Return whether the save has ended: published, failed or skipped."""
+        return self._snapshot is None or self._snapshot.ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> SaveResult:
+        """Wait until the save has ended on all ranks, at most `timeout` seconds, and return its result.
+
+        Raises the `CkptError` of the rank that failed, and `TimeoutError`.
+        """
+        if self._snapshot is not None and not self._snapshot.ended.wait(timeout):
+            raise TimeoutError(f"step {self.step} is still being saved after {timeout:g} s")
+        result = self.result
+        assert result is not None
+        return result
+
+    @property
+    def result(self) -> SaveResult | None:
+        """The result; None while the save is in progress. Raises the `CkptError` of the rank that failed."""
+        if self._snapshot is None or not self._snapshot.ended.is_set():
+            return self._skipped
+        if self._snapshot.error is not None:
+            self._was_raised = True
+            raise self._snapshot.error
+        fields = self._snapshot.result
+        return SaveResult(self.step, fields["path"], fields["kind"], fields["nbytes"], fields["cpu"])
+
+    def unseen_error(self) -> CkptError | None:
+        """Return the error if nobody has seen it yet. From now on it counts as seen."""
+        error = None if self._snapshot is None or not self._snapshot.ended.is_set() else self._snapshot.error
+        is_new, self._was_raised = not self._was_raised, True
+        return error if is_new else None
+
+
+class Saver:
+    """Saves a run while it trains. A context manager, which waits for the last save at its end.
+
+    Attributes:
+        waited: Seconds for which updates have waited until the state before them was copied.
+        writer_pid: The id of the process that writes this rank's share; None before it has started.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        target: str | os.PathLike[str],
+        *,
+        format: Universal | None = None,
+        policy: DeltaPolicy | None = None,
+        in_flight: int = 1,
+        when_slow: Literal["wait", "skip"] = "wait",
+        memory: int = 256 << 20,
+        stall_seconds: float = 600.0,
+        **parts: Any,
+    ) -> None:
+        """Plan what each rank saves. All ranks must do so together.
+
+        Args:
+            model: The model: a module, or the result of DDP, FSDP, Accelerate or DeepSpeed, or Megatron's chunks.
+            optimizer: Its optimizer, or a list of them; None for a DeepSpeed engine.
+            target: A chain (`run.chain`), which gets a member for each save, or a folder, which gets a checkpoint
+                `step-NNNNNNNN` for each. All ranks must see it under this path.
+            format: How checkpoints in a folder are stored; None: plain, `Universal()`.
+            policy: How members of a chain are stored. No codec that loses values.
+            in_flight: The number of saves that may be in progress. In a chain, the copy of a save begins when the one
+                before is published.
+            when_slow: If so many are in progress: `wait` for the first of them, or `skip` the save.
+            memory: The bytes of memory for values on their way to the disk, on each rank.
+            stall_seconds: How long a rank waits for another one before a save fails.
+            parts: What else is saved, by name: anything with a `state_dict`, such as a scheduler or a loader, and plain
+                values. A checkpoint has them as extras.
+
+        Raises:
+            UnsupportedError: The run cannot be saved: on all ranks; the message states why.
+            InvalidArgumentError: An option has a value that it cannot have.
+            OutputError: The target cannot be written.
+        """
+        self._target = target_path(os.path.abspath(target) if not _is_url(target) else os.fspath(target))
+        _check(format, policy, in_flight, when_slow, memory, is_chain(self._target))
+        self._in_flight, self._when_slow, self._parts = in_flight, when_slow, parts
+        self._handles: list[SaveHandle] = []
+        self._is_closed, self._random = False, RandomStates()
+        rank, world = ranks.rank_and_world()
+        with ranks.together():
+            if is_remote(self._target):
+                raise UnsupportedError("saves go into a folder; stores are not supported yet", where=str(target))
+            check_initialized(model)
+            self._run = tracked_run(model, optimizer, rank, has_begun=False)
+        self._plan = agree(self._run)
+        with ranks.together():
+            if rank == 0:
+                _prepare(self._target)
+        policy = policy or DeltaPolicy()
+        in_chain = is_chain(self._target)
+        self._stall_seconds = stall_seconds
+
+        def settings(slot_nbytes: int, slots: int) -> SaveSettings:
+            return SaveSettings(
+                target=str(self._target),
+                rank=rank,
+                ranks=world,
+                token=self._plan.token,
+                codec=AUTO if in_chain else (None if format is None else format.codec),
+                deltas=in_chain,
+                base_every=policy.base_every,
+                check=policy.check if in_chain else False,
+                slot_nbytes=slot_nbytes,
+                slots=slots,
+                seconds=stall_seconds,
+            )
+
+        device = next((one.tensor.device for one in self._run.tensors), torch.device("cpu"))
+        ring = Ring(max(memory // _SLOTS, _LEAST_SLOT), _SLOTS)
+        self._thread = SnapshotThread(settings, ring, device)
+        self._unclosed = weakref.finalize(self, self._thread.close, 0.0)
+        self._unclosed.atexit = False
+        wait = self._thread.wait_copied
+        self._hooks = [one.register_step_pre_hook(lambda *_: wait()) for one in self._run.optimizers]
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def waited(self) -> float:
+        return self._thread.waited
+
+    @property
+    def writer_pid(self) -> int | None:
+        return self._thread.pid
+
+    def save(self, step: int) -> SaveHandle:
+        """Save the state after an update as `step`. All ranks must do so, without waiting for each other.
+
+        Returns at once: the values are copied until the next update, and written in the background. If the run cannot
+        be saved, training goes on, and the handles of all ranks have the error.
+
+        Raises `InvalidArgumentError` for a step that is no natural number, or after `close`.
+        """
+        if self._is_closed:
+            raise InvalidArgumentError("the Saver is closed", where=str(self._target))
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise InvalidArgumentError(f"step {step!r:.40} is no natural number")
+        self._warn_of_failures()
+        pending = [one for one in self._handles if not one.done()]
+        if len(pending) >= self._in_flight:
+            if self._when_slow == "skip":
+                return self._skipped(step, pending[0].step)
+            with suppress(CkptError):
+                pending[len(pending) - self._in_flight].wait()
+            self._warn_of_failures()
+        try:
+            snapshot = self._snapshot(step)
+        except CkptError as error:
+            return self._refused(step, error)
+        except Exception as error:  # whatever a state_dict of the user raises
+            return self._refused(step, UnsupportedError(f"{type(error).__name__}: {error}"))
+        self._thread.begin(snapshot)
+        handle = SaveHandle(step, snapshot)
+        self._handles.append(handle)
+        return handle
+
+    def close(self) -> None:
+        """Wait for the saves in progress, and end the process. Warns of saves that failed."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for hook in self._hooks:
+            hook.remove()
+        self._unclosed.detach()
+        if not self._thread.close(self._stall_seconds + 60.0):
+            warnings.warn(f"{self._target}: the last save is still in progress", SaverWarning, stacklevel=2)
+        self._warn_of_failures()
+
+    @torch.no_grad()
+    def _snapshot(self, step: int) -> Snapshot:
+        """What a save copies and notes, as it is now."""
+        boxes, shards = self._plan.boxes(self._run)
+        # Buffers change in the next forward pass, which waits for nothing.
+        roles = [box.role for box in boxes]
+        shards = [one if roles[one.box] != "buffer" else one.cloned() for one in shards]
+        counts, values = self._optimizer_values()
+        groups = (group for number in range(len(self._run.optimizers)) for group in self._run.groups_of(number))
+        begin = BeginSave(step, [row_of_box(box) for box in boxes], counts, list(map(_numbers, groups)))
+        return Snapshot(step, begin, shards, self._notes(step, values).to_bytes())
+
+    def _optimizer_values(self) -> tuple[dict[str, tuple[int, int]], dict[str, dict[str, Any]]]:
+        """Of each parameter of this rank: the count of its steps with the number of its group, and its values."""
+        counts: dict[str, tuple[int, int]] = {}
+        values: dict[str, dict[str, Any]] = {}
+        before = [0]
+        for number in range(len(self._run.optimizers)):
+            before.append(before[-1] + len(self._run.groups_of(number)))
+        for one in self._run.tensors:
+            state = self._run.optimizers[one.optimizer].state.get(one.tensor, {})
+            own: dict[str, Any] = {}
+            for key, value in state.items():
+                if is_of_elements(one, key, value) or (isinstance(value, torch.Tensor) and value.dim()):
+                    continue
+                plain = value.item() if isinstance(value, torch.Tensor) else value
+                if key == "step" and plain == plain // 1:
+                    plain = int(plain)
+                if plain is not None:
+                    own[from_stored(str(key))] = encode(plain_note(plain))
+            for name in one.names if own else ():
+                values[name] = own
+                if isinstance(own.get("step"), int):
+                    counts[name] = own["step"], before[one.optimizer] + one.group
+        return counts, values
+
+    def _notes(self, step: int, values: Mapping[str, Any]) -> RankNotes:
+        rank, _ = ranks.rank_and_world()
+        run, plan = self._run, self._plan
+        extras: dict[str, Any] = {extra_name(name): plain_note(part) for name, part in run.notes().items()}
+        extras |= {extra_name(name): plain_note(part) for name, part in self._parts.items()}
+        if entries := further_entries(run):
+            extras[OPTIMIZER_ENTRIES] = plain_note(entries)
+        for name, module in run.model.named_modules():
+            if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+                full = run.rename(clean_name(f"{name}._extra_state" if name else "_extra_state"))
+                extras[full] = plain_note(module.get_extra_state())
+        encoded = {name: encode(value) for name, value in extras.items()}
+        random = encode(self._random.values())
+        if rank:
+            return RankNotes(step, values=values, random_states=random, parts=encoded)
+        options = [
+            encode(group_options(optimizer, group))
+            for number, optimizer in enumerate(run.optimizers)
+            for group in run.groups_of(number)
+        ]
+        return RankNotes(
+            step,
+            engine="torch",
+            version=torch.__version__,
+            groups=list(zip(options, plan.group_names, strict=True)),
+            aliases=plan.aliases,
+            order=plan.names,
+            values=values,
+            random_states=random,
+            parts=encoded,
+        )
+
+    def _skipped(self, step: int, slow: int) -> SaveHandle:
+        reason = f"the save of step {slow} is still in progress"
+        warnings.warn(f"{self._target}: step {step} is not saved: {reason}", SaverWarning, stacklevel=3)
+        self._thread.drop(step, f"skipped, because {reason}")
+        return SaveHandle(step, None, SaveResult(step, str(path_of_step(self._target, step)), "", skipped=reason))
+
+    def _refused(self, step: int, error: CkptError) -> SaveHandle:
+        """The handle of a save in which this rank cannot take part."""
+        self._thread.drop(step, error.what if error.hint is None else f"{error.what} ({error.hint})")
+        snapshot = Snapshot(step, BeginSave(step, [], {}, []), [], b"")
+        snapshot.end(type(error)(f"step {step} is not saved: {error.what}", where=error.where, hint=error.hint))
+        handle = SaveHandle(step, snapshot)
+        self._handles.append(handle)
+        return handle
+
+    def _warn_of_failures(self) -> None:
+        """Warn of failed saves that nobody waited for, and forget those that have ended."""
+        for one in [one for one in self._handles if one.done()]:
+            if (error := one.unseen_error()) is not None:
+                warnings.warn(str(error), SaverWarning, stacklevel=4)
+            self._handles.remove(one)
+
+
+def _is_url(target: str | os.PathLike[str]) -> bool:
+    return "://" in os.fspath(target)
+
+
+def _check(
+    format: Universal | None, policy: DeltaPolicy | None, in_flight: int, when_slow: str, memory: int, in_chain: bool
+) -> None:
+    if in_flight < 1:
+        raise InvalidArgumentError(f"in_flight={in_flight}: at least one save must be able to be in progress")
+    if when_slow not in ("wait", "skip"):
+        raise InvalidArgumentError(f'when_slow={when_slow!r:.40} is neither "wait" nor "skip"')
+    if memory < _SLOTS * _LEAST_SLOT:
+        raise InvalidArgumentError(f"memory={memory}: a save needs at least {_SLOTS * _LEAST_SLOT} bytes")
+    if format is not None and (in_chain or type(format) is not Universal):
+        raise UnsupportedError(
+            "members of a chain are stored as `policy` says" if in_chain else f"saves in {type(format).__name__}",
+            hint="Save into a folder with Universal(), and convert what you need.",
+        )
+    if policy is not None and not in_chain:
+        raise InvalidArgumentError("`policy` is for chains", hint="Name a target that ends in .chain.")
+    if policy is not None and (not policy.delta_codec.lossless or policy.evaluation or policy.partial or policy.tip):
+        raise UnsupportedError("a live run is saved without loss, whole, and without a tip", where="policy")
+
+
+def _prepare(target: Any) -> None:
+    """Make the folder, and remove what killed runs have left there. Raises `OutputError`, `LockedError`."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"the folder cannot be made: {error.strerror}", where=target) from error
+    if is_chain(target):
+        if chain_folder.peek(target) is not None:
+            with change(target, Execution(workers=1), wait=10.0) as place:
+                place.remove_leftovers()
+        return
+    for left in target.glob(f".step-*{PARTIAL}"):
+        with suppress(CkptError):
+            clean(target / left.name[1 : -len(PARTIAL)])
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group that are numbers, or lists of numbers: what helps to encode deltas."""
+    numbers: dict[str, Any] = {}
+    for name, value in group.items():
+        plain = value.tolist() if isinstance(value, torch.Tensor) and value.dim() < 2 else value
+        many = list(plain) if isinstance(plain, (list, tuple)) else [plain]
+        if name != "params" and many and all(isinstance(one, (int, float)) for one in many):
+            numbers[name] = many if isinstance(plain, (list, tuple)) else plain
+    return numbers

@@ -1,0 +1,279 @@
+"""Snapshots of a run: a thread copies its values into a ring while the next forward and backward pass run.
+
+The thread hands what it has copied to the process of the rank, which writes it. Memory: the ring, and nothing else;
+while the ring is full, the thread waits. An update waits for what is not copied yet.
+"""
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt_formats.core.errors import CkptError, IncompleteError, OutputError
+from ckpt_training import copies
+from ckpt_training.save_plan import SavedShard
+from ckpt_training.writing.link import WriterBroken, WriterLink
+from ckpt_training.writing.ring import Ring
+from ckpt_training.writing.save_orders import MODULE, BeginSave, DropSave, FinishSave, SaveSettings, WriteRuns
+
+_ALIGNMENT = 64
+_LOOK_SECONDS = 0.02
+"""Time between two looks at what the process reports, while a save is in flight."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class CopiedRun:
+    """Values of a shard that are copied together."""
+
+    shard: SavedShard
+    source: torch.Tensor
+    """The values, as integers of the same size."""
+    offset: int
+    """Where they begin in the state of the box, in bytes."""
+    at: int
+    """Where they begin in the slot, in bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.numel() * self.source.element_size()
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """A save on its way to the process. `ended` is set once `result` or `error` is known."""
+
+    step: int
+    begin: BeginSave
+    shards: Sequence[SavedShard]
+    notes: bytes
+    after: Any = None
+    """The point in the work of the device at which the state of the step is complete."""
+    copied: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: CkptError | None = None
+    result: Mapping[str, Any] = field(default_factory=dict)
+    _versions: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._versions = [_version(one.memory) for one in self.shards]
+
+    def changed(self) -> str | None:
+        """Return the name of a tensor that was changed since the snapshot began; None if torch counted no change."""
+        for one, version in zip(self.shards, self._versions, strict=True):
+            if _version(one.memory) != version:
+                return f"`{one.name}` ({one.state})"
+        return None
+
+    def end(self, error: CkptError | None = None, result: Mapping[str, Any] | None = None) -> None:
+        """Note how the save ended."""
+        if not self.ended.is_set():
+            self.error, self.result = error, result or {}
+            self.copied.set()
+            self.ended.set()
+
+
+class SnapshotThread:
+    """Copies snapshots one after another. Its methods are for the thread of the training only.
+
+    Attributes:
+        waited: Seconds for which updates have waited for copies.
+    """
+
+    def __init__(self, settings: Callable[[int, int], SaveSettings], ring: Ring, device: torch.device) -> None:
+        """Start the process, in the background. `settings`: from the size of a slot and their number."""
+        self._ring, self._settings = ring, settings(ring.slot_nbytes, ring.slots)
+        self._copies = copies.copies_of(device)
+        self._todo: queue.SimpleQueue[Snapshot | DropSave | None] = queue.SimpleQueue()
+        self._flight: list[Snapshot] = []
+        """The saves of which the process has not reported the end. Only the thread uses it."""
+        self._link: WriterLink | None = None
+        self._broken = ""
+        """Why the process could not be started."""
+        self.pid: int | None = None
+        self.waited = 0.0
+        self._copying: list[Snapshot] = []
+        self._thread = threading.Thread(target=self._work, name="ckpt-saves", daemon=True)
+        self._thread.start()
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """Copy a snapshot of what the state is now, in the background."""
+        snapshot.after = self._copies.mark()
+        self._copying = [one for one in self._copying if not one.copied.is_set()] + [snapshot]
+        self._todo.put(snapshot)
+
+    def drop(self, step: int, reason: str) -> None:
+        """Report that this rank does not take part in a save, so that no rank waits for it."""
+        self._todo.put(DropSave(step, reason))
+
+    def wait_copied(self) -> None:
+        """Wait until all values are copied that an update may change."""
+        if all(one.copied.is_set() for one in self._copying):
+            return
+        begin = time.monotonic()
+        for one in self._copying:
+            one.copied.wait()
+        self._copying.clear()
+        self.waited += time.monotonic() - begin
+
+    def close(self, seconds: float) -> bool:
+        """End the process after all saves. Returns False if it has not ended within `seconds`."""
+        self._todo.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                self._start()
+                task = self._todo.get(timeout=_LOOK_SECONDS) if self._flight else self._todo.get()
+                if task is None:
+                    break
+                self._do(task)
+            except queue.Empty:
+                pass
+            except Exception as error:
+                self._fail(error)
+            self._look()
+        while self._flight:
+            time.sleep(_LOOK_SECONDS)
+            self._look()
+        if self._link is not None:
+            self._link.close()
+
+    def _start(self) -> None:
+        """Start the process, if there is none that works."""
+        if self._link is None and not self._flight:
+            try:
+                self._link = WriterLink(self._settings, self._ring, self._settings.seconds, MODULE, "the saves")
+                self.pid = self._link.pid
+                self._copies.pin(self._ring.content)
+            except WriterBroken as error:
+                self._broken = str(error)
+
+    def _do(self, task: Snapshot | DropSave) -> None:
+        link = self._link
+        if isinstance(task, DropSave):
+            if link is not None:
+                link.order(task)
+            return
+        self._flight.append(task)
+        if link is None:
+            raise WriterBroken(self._broken)
+        link.order(task.begin)
+        for runs in _pieces(task.shards, self._ring.slot_nbytes):
+            slot = link.acquire_slot()
+            content = self._ring.slot(slot)
+            targets = [content[one.at : one.at + one.nbytes].view(_numpy(one.source)) for one in runs]
+            shaped = [target.reshape(one.source.shape) for target, one in zip(targets, runs, strict=True)]
+            self._copies.copy(shaped, [one.source for one in runs], task.after)
+            link.order(
+                WriteRuns(slot, [(one.shard.box, one.shard.state, one.offset, one.at, one.nbytes) for one in runs])
+            )
+        changed = task.changed()
+        task.copied.set()
+        if changed is not None:
+            link.order(DropSave(task.step, f"{changed} was changed outside the optimizer while it was copied"))
+        else:
+            link.order(FinishSave(), task.notes)
+
+    def _fail(self, error: Exception) -> None:
+        """End all saves in flight with an error, and the process: the next save starts another one."""
+        reason = error.what if isinstance(error, CkptError) else str(error) or type(error).__name__
+        for one in self._flight:
+            one.end(OutputError(f"step {one.step} is not saved: {reason}", where=self._settings.target))
+        self._flight.clear()
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def _look(self) -> None:
+        """Take what the process reports."""
+        link = self._link
+        if link is None:
+            return
+        try:
+            link.check()
+            if self._flight and not link.is_alive:
+                link.check()
+                raise WriterBroken("the process that writes the saves has ended")
+        except WriterBroken as error:
+            self._take(link)
+            self._fail(error)
+            return
+        self._take(link)
+
+    def _take(self, link: WriterLink) -> None:
+        while link.messages:
+            word, rest = link.messages.popleft()
+            fields = json.loads(rest)
+            own = next((one for one in self._flight if one.step == fields["step"]), None)
+            if own is None:
+                continue
+            self._flight.remove(own)
+            if word == "saved":
+                own.end(result=fields)
+            else:
+                own.end(
+                    IncompleteError(f"step {own.step} is not saved: {fields['error']}", where=self._settings.target)
+                )
+
+
+def _numpy(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """What changes if torch changes the values of a tensor, or gives it other memory."""
+    try:
+        return tensor._version, tensor.data_ptr()
+    except RuntimeError:  # one of the inference mode
+        return 0, tensor.data_ptr()
+
+
+def _pieces(shards: Sequence[SavedShard], size: int) -> Iterator[list[CopiedRun]]:
+    """The runs of all shards, as many together as a slot of `size` bytes has room for."""
+    piece: list[CopiedRun] = []
+    at = 0
+    for shard in shards:
+        offset = 0
+        for block in _blocks(_integers(shard.memory), size // _ALIGNMENT * _ALIGNMENT):
+            rest = block
+            while rest.numel():
+                room = (size - at) // rest.element_size()
+                if not room or (not rest.is_contiguous() and rest.numel() > room):
+                    yield piece
+                    piece, at = [], 0
+                    continue
+                part = rest if rest.numel() <= room else rest.reshape(-1)[:room]
+                rest = rest.reshape(-1)[part.numel() :] if rest.is_contiguous() else rest[:0]
+                run = CopiedRun(shard, part, offset, at)
+                piece.append(run)
+                offset += run.nbytes
+                at = -(-(at + run.nbytes) // _ALIGNMENT) * _ALIGNMENT
+                if at >= size:
+                    yield piece
+                    piece, at = [], 0
+    if piece:
+        yield piece
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as integers of the same size: copies are of bits. Of complex128, a tensor has two of them."""
+    if tensor.element_size() not in _INTEGERS:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def _blocks(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """A tensor as blocks that follow each other in C order: itself, or blocks of at most `size` bytes."""
+    if tensor.is_contiguous() or tensor.numel() * tensor.element_size() <= size:
+        yield tensor
+        return
+    for row in tensor:
+        yield from _blocks(row, size)
