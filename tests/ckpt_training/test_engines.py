@@ -60,18 +60,27 @@ GOING_ON = {
 """Kinds that go on after a load, and what with: the run that was saved, or its engine's own load. DeepSpeed 0.19.8 goes
 on from its own checkpoints of stage 3 with other losses than the run that was saved."""
 
+ALONE = ("fsdp1", "megatron_tied")
+"""Kinds whose model loads alone, too."""
+
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all filled runs."""
     out = tmp_path_factory.mktemp("filled")
-    launch.fill([*KINDS, *map(going_on, GOING_ON)], out)
+    launch.fill([*KINDS, *map(going_on, GOING_ON), "stages"], out)
     return out
 
 
 def going_on(kind: str) -> str:
     """The folder of a kind that goes on, which says in which ways."""
-    return f"{kind}:whole:loaded" if GOING_ON[kind] == "whole" else f"{kind}:whole:own:loaded"
+    ways = ["whole", *(["own"] if GOING_ON[kind] == "own" else []), "loaded", *(["alone"] if kind in ALONE else [])]
+    return ":".join([kind, *ways])
+
+
+def losses(kind: str, way: str, filled: Path) -> list[float]:
+    of_steps: list[float] = json.loads((filled / going_on(kind) / f"{way}.json").read_text())
+    return of_steps
 
 
 def parts_of_ranks(run: Path) -> list[list[Any]]:
@@ -121,8 +130,17 @@ def test_last_stage_fills_its_copy_of_a_tied_table(filled: Path) -> None:
 
 @pytest.mark.parametrize("kind", GOING_ON)
 def test_losses_after_a_load_have_the_same_bits(kind: str, filled: Path) -> None:
-    run = filled / going_on(kind)
-    assert json.loads((run / "loaded.json").read_text()) == json.loads((run / f"{GOING_ON[kind]}.json").read_text())
+    assert losses(kind, "loaded", filled) == losses(kind, GOING_ON[kind], filled)
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_models_load_without_an_optimizer(kind: str, filled: Path) -> None:
+    assert losses(kind, "alone", filled) == losses(kind, "whole", filled)[:1]
+
+
+def test_stages_that_count_layers_from_their_own_first_load_with_a_rule(filled: Path) -> None:
+    differing = [json.loads((filled / "stages" / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert differing == [[], []]
 
 
 def same(values: Array, name: str, state: str, dtype: str) -> bool:

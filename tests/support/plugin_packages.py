@@ -6,12 +6,12 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-format.md"
 
 
-def install(folder: Path, package: str, entry_points: str, **modules: str) -> None:
+def install(folder: Path, package: str, entry_points: str, group: str = "ckpt.formats", **modules: str) -> None:
     """Put version 1.0 of a package into a folder of the path: its modules by name, and its entry points as text."""
     metadata = folder / f"{package.replace('-', '_')}-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[ckpt.formats]\n{entry_points}\n")
+    (metadata / "entry_points.txt").write_text(f"[{group}]\n{entry_points}\n")
     for name, code in modules.items():
         (folder / f"{name}.py").write_text(code)
 

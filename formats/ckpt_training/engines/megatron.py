@@ -26,19 +26,23 @@ from ckpt_training.engines.run import FlatTensor, TrackedRun, buffer_shards, cle
 from ckpt_training.local_shards import LocalPart, LocalShard, dtype_name, shard_of
 
 
-def is_megatron(optimizer: object) -> bool:
-    """Is it an optimizer of Megatron core, or several in a chain?"""
-    return any(one.__module__.startswith("megatron.core.optimizer") for one in type(optimizer).__mro__)
+def is_megatron(model: object, optimizer: object) -> bool:
+    """Is the optimizer one of Megatron core, or several in a chain; or without one, is the model of Megatron core?"""
+    if optimizer is not None:
+        return any(one.__module__.startswith("megatron.core.optimizer") for one in type(optimizer).__mro__)
+    inner = _inner_module(next(iter(model), None) if isinstance(model, (list, tuple)) else model)
+    return any(one.__module__.startswith("megatron.core.transformer") for one in type(inner).__mro__)
 
 
 def megatron_run(model: Any, optimizer: Any) -> TrackedRun:
-    """The run of a model, or of a list of its chunks, with the optimizer of `get_megatron_optimizer`.
+    """The run of a model, or of a list of its chunks, with the optimizer of `get_megatron_optimizer`, or without any.
 
     Raises `UnsupportedError` if the optimizer steps no copies in float32, or if it is not known how a tensor is split.
     """
     chunks = [_inner_module(one) for one in (model if isinstance(model, (list, tuple)) else [model])]
-    wrappers = [one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if not _is_stub(one)]
-    if not wrappers:
+    every = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
+    wrappers = [one for one in every if not _is_stub(one)]
+    if optimizer is not None and not wrappers:
         raise UnsupportedError(
             "Megatron's optimizer steps no parameter on this rank",
             hint="Give each pipeline stage parameters that are not frozen.",
@@ -61,7 +65,7 @@ def megatron_run(model: Any, optimizer: Any) -> TrackedRun:
     return replace(
         run,
         aliases={HEAD: TIED[HEAD]} if any(one.is_copy for one in places.values()) else {},
-        calls_per_step=len(wrappers),
+        calls_per_step=max(len(wrappers), 1),
         step=max((count_of(run, number) for number in range(len(run.tensors))), default=0),
         rename=names.full,
         frozen=lambda: ((name, one.gathered()) for name, one in frozen.items() if not one.is_copy),

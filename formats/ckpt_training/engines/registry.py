@@ -2,15 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 from torch import nn
 
-from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, InvalidArgumentError, UnsupportedError
 from ckpt_training.engines import deepspeed, megatron
 from ckpt_training.engines.fsdp1 import fsdp1_run, is_fsdp1
 from ckpt_training.engines.run import TrackedRun, names_of, plain_run, unwrap
+
+ENTRY_POINTS = "ckpt.engines"
+"""Packages name functions in this group, by which ckpt knows further engines.
+
+A function takes the model, its optimizer or None, and the number of this rank. It returns a `TrackedRun`, or None if
+the model is not of its engine. ckpt asks these functions before it looks for engines that it knows itself.
+"""
 
 
 def tracked_run(model: Any, optimizer: Any, rank: int, *, has_begun: bool) -> TrackedRun:
@@ -20,12 +28,40 @@ def tracked_run(model: Any, optimizer: Any, rank: int, *, has_begun: bool) -> Tr
 
     Raises `UnsupportedError` if the run cannot be recorded.
     """
+    run = _run_of_package(model, optimizer, rank)
+    if run is not None:
+        return run
     if deepspeed.is_engine(model):
         return deepspeed.deepspeed_run(model, rank)
-    if megatron.is_megatron(optimizer):
+    if megatron.is_megatron(model, optimizer):
         return megatron.megatron_run(model, optimizer)
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     return _torch_run(model, [_innermost(one) for one in optimizers], has_begun=has_begun)
+
+
+def _run_of_package(model: Any, optimizer: Any, rank: int) -> TrackedRun | None:
+    """The run of an engine that an installed package knows; None if none does.
+
+    Raises `UnsupportedError` if a package fails, or if several know the engine.
+    """
+    runs = dict[str, TrackedRun]()
+    for entry in entry_points(group=ENTRY_POINTS):
+        name = f"{entry.name!r} of the package {entry.dist.name if entry.dist else entry.value}"
+        try:
+            run = entry.load()(model, optimizer, rank)
+            if not isinstance(run, TrackedRun | None):
+                raise TypeError(f"it returned {type(run).__name__}, not TrackedRun or None")
+        except CkptError:
+            raise
+        except Exception as error:  # whatever a package does
+            raise UnsupportedError(
+                f"the engine {name} fails: {type(error).__name__}: {error}", hint="Fix that package, or uninstall it."
+            ) from error
+        if run is not None:
+            runs[name] = run
+    if len(runs) > 1:
+        raise UnsupportedError(f"several engines know this model: {', '.join(runs)}", hint="Uninstall all but one.")
+    return next(iter(runs.values()), None)
 
 
 def check_initialized(model: Any) -> None:

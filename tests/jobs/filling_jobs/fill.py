@@ -1,6 +1,6 @@
 """Fill live runs through their local shards, and let their engines save them: `fill.py OUT KIND...`.
 
-Of KIND:WAY:WAY, runs go on in these ways: see `go_on`.
+Of KIND:WAY:WAY, runs go on in these ways: see `go_on`. The kind `stages` is a pipeline: see `stages`.
 
 The kinds are those of `recording_jobs`. OUT/KIND/saved is what the engine saves of a run that had other weights and
 has not trained, OUT/KIND/rankN.json the parts that rank N has filled.
@@ -28,6 +28,7 @@ from ckpt_training.run_shards import masters_of, model_shards_of, states_of
 from engines import ranks
 from engines.kinds import KINDS as ENGINE_KINDS
 from filling_jobs.go_on import go_on
+from filling_jobs.stages import go_on_in_stages
 from filling_jobs.values import values_of
 from recording_jobs.kinds import KINDS, Kind
 from recording_jobs.run import start
@@ -119,11 +120,14 @@ def is_right(shard: LocalShard, has_master: bool) -> bool:
 def main() -> int:
     out, failed = Path(sys.argv[1]).resolve(), 0
     for name, *ways in (argument.split(":") for argument in sys.argv[2:]):
-        kind, folder, began = kind_of(name), out / ":".join([name, *ways]), time.monotonic()
+        folder, began = out / ":".join([name, *ways]), time.monotonic()
         try:
-            if ways:
-                go_on(kind, ways, folder)
+            if name == "stages":
+                ranks.run(2, lambda folder=folder: go_on_in_stages(folder), folder, join=ranks.join_torch)
+            elif ways:
+                go_on(kind_of(name), ways, folder)
             else:
+                kind = kind_of(name)
                 ranks.run(kind.world, lambda kind=kind, folder=folder: fill(kind, folder), folder, join=joining(kind))
             print(f"{folder.name}: {time.monotonic() - began:.1f} s", flush=True)
         except Exception as error:

@@ -2,7 +2,7 @@
 
 The kinds are those of `recording_jobs`. OUT/KIND/saved is what the engine saves after some steps. OUT/KIND/WAY.json has
 the losses of the steps that follow: of that run (`whole`), of one with other weights that the engine itself loads
-(`own`), and of one that `load` loads (`loaded`).
+(`own`), of one that `load` loads (`loaded`), and of one whose model alone it loads (`alone`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,21 @@ def loaded(kind: Kind, saved: Path) -> list[float]:
     return losses
 
 
-WAYS: dict[str, Callable[[Kind, Path], list[float]]] = {"whole": whole, "own": own, "loaded": loaded}
+def alone(kind: Kind, saved: Path) -> list[float]:
+    """The loss of the next step alone: the optimizer gets nothing."""
+    run: Any = start(kind, seed=1)
+    load(ckpt.open(saved).weights_only(), run.model)
+    run.step = BEFORE
+    losses: list[float] = run.train(1)
+    return losses
+
+
+WAYS: dict[str, Callable[[Kind, Path], list[float]]] = {
+    "whole": whole,
+    "own": own,
+    "loaded": loaded,
+    "alone": alone,
+}
 
 
 def go_on(kind: Kind, ways: list[str], folder: Path) -> None:
