@@ -18,7 +18,7 @@ from ckpt_formats.core.format import ReadOptions, WritableFormat
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.text import format_nbytes
 from ckpt_formats.universal import Universal, manifest
-from ckpt_formats.universal.write_replayed import stored_delta_of
+from ckpt_formats.universal.write_replayed import replays_of_boxes, stored_delta_of
 
 Write = Callable[[Checkpoint, Path, Universal], object]
 """Writes a state to a folder in the universal format."""
@@ -29,7 +29,8 @@ def is_replayed_first(source: Checkpoint, format: WritableFormat) -> bool:
     if isinstance(format, Universal):
         return False
     replays = (stored_delta_of(parameter) for parameter in source.parameters.values())
-    return any(replay is not None and replay.chunking.count > 1 for replay in replays)
+    several = any(replay is not None and replay.chunking.count > 1 for replay in replays)
+    return several or any(map(replays_of_boxes, source.parameters.values()))
 
 
 def replay_notice(source: Checkpoint) -> Notice:

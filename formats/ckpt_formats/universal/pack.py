@@ -38,6 +38,8 @@ from ckpt_formats.universal.write_delta import write_delta
 from ckpt_formats.universal.write_replayed import (
     are_written_together,
     is_aligned,
+    replays_of_boxes,
+    spill_boxes,
     spill_states,
     stored_delta_of,
     write_together,
@@ -286,6 +288,13 @@ def _readable(
 
     Where they are not all written at once, they are at `spill` while the block runs.
     """
+    boxes = replays_of_boxes(parameter)
+    if boxes:
+        try:
+            yield spill_boxes(spill, parameter, boxes, transfer)
+        finally:
+            spill.unlink(missing_ok=True)
+        return
     replay = stored_delta_of(parameter)
     at_once = coding is None and replay is not None and are_written_together(parameter, replay)
     if replay is None or replay.chunking.count < 2 or at_once:

@@ -1,15 +1,16 @@
 """Write states that come from one replay, chunk by chunk and all at once, so that no stored byte is read twice."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import MASTER, Parameter
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.own_folder import create_own
-from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Tensor
+from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Fragment, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
+from ckpt_formats.core.views import ReshapedBlob
 from ckpt_formats.universal.chunked import ChunkDigests
 from ckpt_formats.universal.encode_state import flat
 from ckpt_formats.universal.entry import ALIGNMENT, StateEntry
@@ -26,6 +27,51 @@ def is_aligned(tensor: Tensor) -> bool:
 def stored_delta_of(parameter: Parameter) -> StatesReplay | None:
     """The replay from which full states of a parameter come; None if none do."""
     return next((blob.replay for blob in _blobs(parameter).values() if isinstance(blob, DeltaBlob)), None)
+
+
+def replays_of_boxes(parameter: Parameter) -> list[StatesReplay]:
+    """The replays from which boxes of a parameter's states come, each once."""
+    blobs = (f.blob for tensor in parameter.states.values() for f in tensor.fragments if len(tensor.fragments) > 1)
+    replays = (delta.replay for blob in blobs if (delta := _delta_blob(blob)) is not None)
+    return list({id(replay): replay for replay in replays}.values())
+
+
+def spill_boxes(path: Path, parameter: Parameter, replays: Sequence[StatesReplay], transfer: Transfer) -> Parameter:
+    """Write all states of several replays, not encoded, to a file at `path`, and return the parameter with these."""
+    plain, at = dict[tuple[int, str], FileBlob](), 0
+    with os.fdopen(create_own(path), "wb", buffering=0) as out:
+        for replay in replays:
+            vectors = {state: flat(Tensor.of(DeltaBlob.whole(replay, state))) for state in replay.form}
+            for state, dtype in replay.form.items():
+                plain[id(replay), state] = FileBlob.packed(path, at, replay.shape, dtype)
+                at += plain[id(replay), state].span
+            for index in range(replay.chunking.count):
+                box = replay.chunking.box(index)
+                for state, vector in vectors.items():
+                    raw, values = plain[id(replay), state], transfer.fetch(vector, box, counted=False)
+                    write_at(out.fileno(), as_bytes(values).data, raw.offset + box.start[0] * raw.dtype.itemsize)
+    states = {
+        state: replace(tensor, fragments=tuple(Fragment(f.box, _from_file(f.blob, plain)) for f in tensor.fragments))
+        for state, tensor in parameter.states.items()
+    }
+    return replace(parameter, states=states)
+
+
+def _delta_blob(blob: Blob) -> DeltaBlob | None:
+    """The block of a replay that a blob's values come from."""
+    if isinstance(blob, (DerivedBlob, ReshapedBlob)):
+        return _delta_blob(blob.base)
+    return blob if isinstance(blob, DeltaBlob) else None
+
+
+def _from_file(blob: Blob, plain: Mapping[tuple[int, str], FileBlob]) -> Blob:
+    """The same values from the file of a replay, if they come from one."""
+    if isinstance(blob, (DerivedBlob, ReshapedBlob)):
+        return replace(blob, base=_from_file(blob.base, plain))
+    if not isinstance(blob, DeltaBlob):
+        return blob
+    raw = plain.get((id(blob.replay), blob.state))
+    return blob if raw is None else raw.crop(blob.box)
 
 
 def are_written_together(parameter: Parameter, replay: StatesReplay) -> bool:

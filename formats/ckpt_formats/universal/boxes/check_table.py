@@ -21,7 +21,7 @@ _FEW = 64
 
 def check_boxes(table: BoxTable, index: Index, path: Path) -> None:
     """Raise `CorruptError` unless the columns fit each other and the index, and boxes have every element once."""
-    _Check(table, index, path).run()
+    _TableCheck(table, index, path).run()
 
 
 def first_gap_or_overlap(places: Sequence[BoxPlace]) -> str | None:
@@ -69,7 +69,7 @@ def _cut(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True)
-class _Check:
+class _TableCheck:
     table: BoxTable
     index: Index
     path: Path
