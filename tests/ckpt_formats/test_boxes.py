@@ -13,13 +13,14 @@ from boxed import ADAM, RANKS, BoxedRun, add_all, box, checkpoint_at, notes_at, 
 from ckpt.findings import find_problems
 from ckpt.job import save
 from ckpt.pipeline import Execution
+from ckpt_formats.core.checkpoint import Origin
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal.boxes import PackReceipt, RankBox, RankPack, assemble
+from ckpt_formats.universal.boxes import CheckpointNotes, PackReceipt, RankBox, RankPack, assemble
 from damage import SAMPLES
 from forged import Change, Forged, both, forge, number, put
 from held import contents
@@ -204,6 +205,21 @@ def test_a_flipped_bit_in_a_box_is_named(boxed: Path, tmp_path: Path, step: int)
     with pytest.raises(CkptError):
         save(open_checkpoint(Path(f"{run}@{step}")), tmp_path / "out", writable("universal"), resources=EFFORT)
     assert not (tmp_path / "out").exists()
+
+
+def test_verify_compares_copies_with_masters_that_others_save(tmp_path: Path) -> None:
+    boxes = [RANKS[0][3], RANKS[1][3], RANKS[2][3]]
+    receipts, states = list[PackReceipt](), states_at(1)
+    states["zero"]["model"][3] = 7
+    for rank, one in enumerate(boxes):
+        with RankPack(tmp_path / "saved", rank, [one], save="s") as pack:
+            add_all(pack, [one], states)
+            receipts.append(pack.finish())
+    assemble(tmp_path / "saved", receipts, CheckpointNotes(Origin("torch")))
+    findings = find_problems(open_checkpoint(tmp_path / "saved"), EFFORT)
+    assert [(one.kind, one.what, one.tensors) for one in findings] == [
+        ("copy", "1 of 30 weights differ from their rounded masters", ("zero",))
+    ]
 
 
 def receipts_of(folder: Path, ranks: list[list[RankBox]]) -> list[PackReceipt]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt.chains.write import _member
+from ckpt.chains.write import member_of
 from ckpt_codecs.delta import StepInfo
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES
@@ -145,7 +145,7 @@ class BoxedRun:
         last = self.members[-1] if delta else None
         parent = None if last is None else Parent(last.content, f"../{last.folder}")
         stated = assemble(folder, receipts, notes_at(step), parent)
-        self.members.append(_member(folder, stated, step))
+        self.members.append(member_of(folder, stated, step))
         (self.run / file.NAME).write_bytes(file.dump(ChainIndex(tuple(self.members))))
         self.values = values
         return stated

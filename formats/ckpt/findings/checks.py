@@ -33,7 +33,7 @@ from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.core.zero_runs import ZeroRun, holes
 from ckpt_formats.core.zero_values import zero_notices
-from ckpt_formats.universal.boxes.whole import as_stored
+from ckpt_formats.universal.boxes.whole import StoredBoxes, as_stored
 from ckpt_formats.universal.encode_state import flat
 from ckpt_formats.universal.replay import DeltaBlob
 
@@ -179,6 +179,8 @@ def _examine(
         results = [f for fs in run_tasks(pool, examine, with_reads, 2 * resources.workers) for f in fs]
     results += replayed.findings
     broken = {name for finding in results if finding.kind == "checksum" for name in finding.tensors}
+    if isinstance(checkpoint.parameters, StoredBoxes):
+        broken |= {checkpoint.parameters.owner(name) for name in broken}
     # Consequences of damage are not reported: a copy that differs from its master, a chunk that cannot be decoded.
     findings += [f for f in results if f.kind not in ("copy", "replicas", "values") or not broken & set(f.tensors)]
     return sorted(findings, key=lambda finding: (finding.kind, finding.where, finding.tensors))
@@ -242,7 +244,8 @@ def _with_copies(checkpoint: Checkpoint) -> Iterable[Parameter]:
     master, copy = table.rows_named(MASTER), table.rows_named(MODEL)
     both = np.flatnonzero((master >= 0) & (copy >= 0))
     stored = both[~table.derived[copy[both]]]
-    return [parameters[table.names[number]] for number in stored.tolist()]
+    split = parameters.split_copies() if isinstance(parameters, StoredBoxes) else ()
+    return [*(parameters[table.names[number]] for number in stored.tolist()), *split]
 
 
 def _touched(checkpoint: Checkpoint) -> dict[Seal, tuple[str, ...]]:

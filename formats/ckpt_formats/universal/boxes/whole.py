@@ -2,8 +2,10 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
-from ckpt_formats.core.checkpoint import Checkpoint, ErrorFigures, Parameter
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, ErrorFigures, Parameter
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Blob, FileBlob, FlatRangeBlob, Fragment, Tensor
 from ckpt_formats.core.views import ReshapedBlob
@@ -66,6 +68,34 @@ class WholeParameters(Mapping[str, Parameter]):
 
 
 @dataclass(frozen=True, eq=False)
+class StoredBoxes(StoredParameters):
+    """The boxes of a checkpoint, as parameters of their own."""
+
+    boxes: BoxTable = field(kw_only=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what was created."""
+        return partial(StoredBoxes, boxes=self.boxes), (self.files, self.index, frozenset(self.names), self.parent)
+
+    def owner(self, box: str) -> str:
+        """The name of the parameter of a box."""
+        return self.boxes.names[self.boxes.owners[self.index.numbers[box]]]
+
+    def split_copies(self) -> Iterator[Parameter]:
+        """The whole parameters whose masters and models' copies are in different boxes."""
+        columns, states = self.index.columns, {name: n for n, name in enumerate(self.index.tables.states)}
+        if not {MASTER, MODEL} <= states.keys():
+            return
+        rows_of = [
+            set(columns["state.parameter"][columns["state.name"] == states[name]].tolist()) for name in (MASTER, MODEL)
+        ]
+        owners = [{self.boxes.owners[box] for box in some} for some in (*rows_of, rows_of[0] & rows_of[1])]
+        whole = WholeParameters(self.boxes, self.index, self, self.boxes.numbers.keys())
+        for number in sorted((owners[0] & owners[1]) - owners[2]):
+            yield whole[self.boxes.names[number]]
+
+
+@dataclass(frozen=True, eq=False)
 class ParentBoxes(Mapping[str, Parameter]):
     """What the deltas of boxes are against: the same elements of the parameters of the parent, by the name of a box.
 
@@ -116,7 +146,8 @@ def whole_parameters(
 ) -> WholeParameters:
     """The parameters of a checkpoint of boxes. `parent`: those of its parent, whole."""
     entries = stated.entries
-    stored = StoredParameters(files, entries, entries.numbers.keys(), ParentBoxes(table, stated, parent))
+    before = ParentBoxes(table, stated, parent)
+    stored = StoredBoxes(files, entries, entries.numbers.keys(), before, boxes=table)
     return WholeParameters(table, entries, stored, names)
 
 
