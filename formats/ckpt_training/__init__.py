@@ -7,12 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt_training.dcp.reader import CkptReader
     from ckpt_training.loading import Loaded, load
     from ckpt_training.saver import SaveHandle, Saver, SaveResult, SaverWarning
 
-__all__ = ["Loaded", "SaveHandle", "SaveResult", "Saver", "SaverWarning", "load"]
+__all__ = ["CkptReader", "Loaded", "SaveHandle", "SaveResult", "Saver", "SaverWarning", "load"]
 
 _MODULES = {
+    "CkptReader": "dcp.reader",
     "Loaded": "loading",
     "SaveHandle": "saver",
     "SaveResult": "saver",

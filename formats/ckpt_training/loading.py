@@ -141,7 +141,7 @@ def load(
             with ranks.together(), torch.no_grad():
                 _fill(reading, [*fills, *states.create()])
             clock.note("read")
-            verified, unverified = _verify(reading)
+            verified, unverified = verify_together(reading)
             clock.note("verify")
             with ranks.together(), torch.no_grad():
                 run.refresh()
@@ -349,7 +349,7 @@ def _fill_device(reading: Reading, shard: LocalShard, stored: Tensor) -> None:
         shard.memory.copy_(memory)
 
 
-def _verify(reading: Reading) -> tuple[int, tuple[str, ...]]:
+def verify_together(reading: Reading) -> tuple[int, tuple[str, ...]]:
     """Compare the checksums of all that the ranks have read together. Every rank must call it."""
     every = ranks.gather_bytes(reading.evidence())
     verdict = b""

@@ -77,7 +77,7 @@ class Matching:
         if tensor.shape != part.shape:
             self.mismatches.shapes[label] = f"{list(tensor.shape)} in the checkpoint, {list(part.shape)} in the model"
             return None
-        if not self._may_have(label, state, tensor.dtype, wanted):
+        if not self.may_have(label, state, tensor.dtype, wanted):
             return None
         block = tensor.crop(part.box)
         return block if part.is_block else block.flat[part.start : part.stop]
@@ -94,7 +94,7 @@ class Matching:
         padding = [Fragment(rest, ZeroBlob(rest.shape, tensor.dtype))] if rest.size else []
         return from_fragments(shape, [*tensor.placed(common, common), *padding], tensor.dtype)
 
-    def _may_have(self, label: str, state: str, stored: DType, wanted: DType) -> bool:
+    def may_have(self, label: str, state: str, stored: DType, wanted: DType) -> bool:
         """Whether values of one dtype may become values of another, which is noted."""
         if stored == wanted:
             return True

@@ -41,7 +41,7 @@ def open_together(source: str | os.PathLike[str] | Checkpoint) -> OpenedSource:
     with ranks.together():
         if own is None:
             own = OpenedSource(source if isinstance(source, Checkpoint) else ckpt.open(address), address, passed_over)
-    digest = _digest(own.checkpoint)
+    digest = digest_of(own.checkpoint)
     first = ranks.broadcast_bytes(digest)
     with ranks.together():
         if digest != first:
@@ -98,7 +98,7 @@ def _newest_first(folder: Path) -> Iterator[Path]:
     return iter(sorted(folder.iterdir(), key=number, reverse=True))
 
 
-def _digest(checkpoint: Checkpoint) -> bytes:
+def digest_of(checkpoint: Checkpoint) -> bytes:
     """A hash of what a checkpoint has: the step, all names, shapes and dtypes, and the checksums that are known."""
     digest = xxhash.xxh3_128(f"{checkpoint.format} {checkpoint.step}".encode())
     for parameter, state, tensor in checkpoint.tensors():

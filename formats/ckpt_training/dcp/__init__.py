@@ -1,0 +1,1 @@
+"""`torch.distributed.checkpoint` over ckpt: a storage reader and a storage writer."""
