@@ -11,10 +11,12 @@ from torch import nn
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, UnsupportedError
 from ckpt_training import ranks
+from ckpt_training.composite_tensors import components
 from ckpt_training.engines.run import TrackedRun, clean_name
 from ckpt_training.plain_notes import OPTIMIZER_ENTRIES, extra_name, note_name
 from ckpt_training.plain_values import PlainValues
 from ckpt_training.random_states import restore_random_states
+from ckpt_training.run_shards import composite_parameters
 
 EXTRA_STATE = "_extra_state"
 _RANDOM_STATES = "random_states"
@@ -74,8 +76,10 @@ class Extras:
         return RestOfExtras(self.values, names)
 
     def missing(self) -> list[str]:
-        """The extra states of this rank's modules that the checkpoint lacks, without those that say nothing."""
-        return [name for name, one in self._modules() if name not in self.source.extras and _has_extra_state(one)]
+        """The composite parameters, and the extra states of this rank's modules that say something, that it lacks."""
+        modules = (name for name, one in self._modules() if _has_extra_state(one))
+        names = (*modules, *(name for name, _ in composite_parameters(self.run)))
+        return [name for name in names if name not in self.source.extras]
 
     def give(self) -> None:
         """Give all parts, modules, optimizers and generators their states."""
@@ -85,6 +89,9 @@ class Extras:
         for number, optimizer in enumerate(self.run.optimizers):
             if number in entries:
                 self._load("optimizer", OPTIMIZER_ENTRIES, partial(_add_entries, optimizer, number))
+        for name, parameter in composite_parameters(self.run):
+            if name in self.source.extras:
+                self._load(name, name, partial(_copy_components, parameter))
         for name, module in self._modules():
             if name in self.source.extras:
                 self._load(name, name, module.set_extra_state)
@@ -130,3 +137,14 @@ def _add_entries(optimizer: Any, number: int, entries: Mapping[int, Mapping[str,
     state, rest = optimizer.state_dict(), dict(entries[number])
     state["state"] = {**state["state"], **rest.pop("state", {})}
     optimizer.load_state_dict({**state, **rest})
+
+
+def _copy_components(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a tensor that consists of others into one of the same kind. Raises `ValueError` if it is of another kind."""
+    pairs = [*zip(components("", parameter.detach()), components("", value), strict=False)]
+    if type(parameter.detach()) is not type(value) or any(
+        (to_name, to.shape, to.dtype) != (name, one.shape, one.dtype) for (to_name, to), (name, one) in pairs
+    ):
+        raise ValueError(f"the parameter is a {type(parameter.detach()).__name__} with other tensors in it")
+    for (_, to), (_, one) in pairs:
+        to.copy_(one)

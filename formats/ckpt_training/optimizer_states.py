@@ -15,6 +15,7 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.state_names import from_stored, to_stored
 from ckpt_formats.core.tensor import Tensor
+from ckpt_training.composite_tensors import is_value
 from ckpt_training.engines.run import TrackedRun, TrackedTensor
 from ckpt_training.group_options import GroupOptions
 from ckpt_training.local_shards import LocalShard, local_shard, shard_of
@@ -26,7 +27,7 @@ _SIDE = 3
 """The length of each axis of a probed tensor."""
 
 
-class StateForm(NamedTuple):
+class ExpectedState(NamedTuple):
     """What an optimizer keeps under a name."""
 
     is_elementwise: bool
@@ -70,16 +71,16 @@ class StatePlan:
     _planned: list[PlannedState] = field(default_factory=list)
     _dropped: list[tuple[int, str | None]] = field(default_factory=list)
     """States that the run had not at that step, by the number of the tensor and the key; None: all."""
-    _probed: dict[tuple[Any, ...], Mapping[str, StateForm] | None] = field(default_factory=dict)
+    _probed: dict[tuple[Any, ...], Mapping[str, ExpectedState] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        source, kept = self.matching.source, set[str]()
+        source, in_use = self.matching.source, set[str]()
         has_optimizer = bool(source.groups) or any(_names_of_states(one) for one in source.parameters.values())
         for number in range(len(self.run.tensors)):
             planned = list(self._of_tensor(number, has_optimizer))
-            kept.update(one.key for one in planned)
+            in_use.update(one.key for one in planned)
             self._planned += planned
-        self.unused = {label: None for label in self.skipped if _key_of(label) not in kept}
+        self.unused = {label: None for label in self.skipped if _key_of(label) not in in_use}
         self.skipped = {label: None for label in self.skipped if label not in self.unused}
 
     def create(self) -> Iterator[tuple[LocalShard, Tensor]]:
@@ -129,7 +130,7 @@ class StatePlan:
             yield from self._state(number, names, stored, key, name, None if forms is None else forms[key])
 
     def _state(
-        self, number: int, names: list[str], stored: list[Parameter], key: str, name: str, form: StateForm | None
+        self, number: int, names: list[str], stored: list[Parameter], key: str, name: str, form: ExpectedState | None
     ) -> Iterator[PlannedState]:
         """A state by its name in the optimizer and in the library. `form`: None if the optimizer is not known."""
         if key == _COUNT:
@@ -145,6 +146,9 @@ class StatePlan:
             return
         first = stored[0] if stored else None
         in_states = first is not None and name in first.states
+        if first is not None and is_value(first.values.get(name)):  # a tensor that consists of others
+            yield PlannedState(number, key, value=self.values.of(first.values[name]))
+            return
         if form.is_elementwise if form is not None else in_states and stored[0].states[name].shape == stored[0].shape:
             tracked = self.run.tensors[number]
             dtype = form.value.dtype if form is not None else _torch_dtype(stored[0].states[name])
@@ -156,7 +160,7 @@ class StatePlan:
         else:
             self.matching.mismatches.missing[_label(names[0], name)] = None
 
-    def _whole(self, number: int, stored: Parameter, name: str, form: StateForm | None) -> Any:
+    def _whole(self, number: int, stored: Parameter, name: str, form: ExpectedState | None) -> Any:
         """A state that has another shape than its tensor, or is no tensor."""
         if name in stored.values:
             return _like(form, self.values.of(stored.values[name]))
@@ -173,18 +177,18 @@ class StatePlan:
         values = tensor.torch()
         return _like(form, values) if form is not None else values.to(tracked.tensor.device)
 
-    def _forms_of(self, tracked: TrackedTensor, in_source: Collection[str]) -> Mapping[str, StateForm] | None:
+    def _forms_of(self, tracked: TrackedTensor, in_source: Collection[str]) -> Mapping[str, ExpectedState] | None:
         """What the optimizer keeps of a tensor, under the stored options of its group; None if that is not known.
 
         `in_source`: the states that the checkpoint has of it.
         """
         optimizer = self.run.optimizers[tracked.optimizer]
         existing = {
-            str(key): StateForm(
+            str(key): ExpectedState(
                 isinstance(one, torch.Tensor) and one.dim() > 0 and one.shape == tracked.tensor.shape, one
             )
             for key, one in optimizer.state.get(tracked.tensor, {}).items()
-            if one is not None
+            if one is not None or from_stored(str(key)) in in_source
         }
         if not type(optimizer).__module__.startswith("torch.optim."):
             return existing or None
@@ -202,7 +206,7 @@ class StatePlan:
 
 def _forms_after_a_step(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor
-) -> Mapping[str, StateForm] | None:
+) -> Mapping[str, ExpectedState] | None:
     """What an optimizer of torch keeps after the first step of a tensor like this one; None if it cannot step.
 
     A copy of the optimizer steps a tensor of its own, so the optimizer and its hooks do not notice.
@@ -215,7 +219,7 @@ def _forms_after_a_step(
     with suppress(Exception), torch.no_grad():
         inspect.unwrap(type(optimizer).step)(twin)
         return {
-            str(key): StateForm(_is_elementwise(str(key), one, parameter), one)
+            str(key): ExpectedState(_is_elementwise(str(key), one, parameter), one)
             for key, one in twin.state[parameter].items()
             if one is not None
         }
@@ -240,12 +244,12 @@ def _key_of(label: str) -> str:
     return to_stored(label.rpartition("(")[2].removesuffix(")"))
 
 
-def _count_like(form: StateForm | None, count: float) -> Any:
+def _count_like(form: ExpectedState | None, count: float) -> Any:
     """A number of steps as the optimizer has it. If it is not known, as torch's own optimizers do."""
     return torch.tensor(float(count)) if form is None else _like(form, count)
 
 
-def _like(form: StateForm | None, value: Any) -> Any:
+def _like(form: ExpectedState | None, value: Any) -> Any:
     """A value as the optimizer has it: a tensor of the form's dtype on its device, or a plain number."""
     kind = None if form is None else form.value
     if isinstance(kind, torch.Tensor):

@@ -6,22 +6,33 @@ import torch
 
 from ckpt_formats.core.checkpoint import Role
 from ckpt_formats.core.state_names import MASTER, MODEL, from_stored
+from ckpt_training.composite_tensors import is_composite
 from ckpt_training.engines.run import TrackedRun, TrackedTensor, buffer_shards, clean_name
 from ckpt_training.local_shards import LocalShard, local_parts, local_shard, shard_of
 
 
 def model_shards_of(run: TrackedRun) -> Iterator[LocalShard]:
-    """This rank's memory of the parameters and persistent buffers that the model computes with, each tensor once."""
+    """This rank's memory of the parameters and persistent buffers that the model computes with, each tensor once.
+
+    Parameters that consist of other tensors, such as quantised ones, are left out: see `composite_parameters`.
+    """
     if run.model_shards is not None:
         yield from run.model_shards()
         return
     stepped = {name for groups in run.group_names for names in groups for name in names}
     for name, parameter in run.model.named_parameters():
         full = run.rename(clean_name(name))
-        for part in local_parts(full, parameter):
+        for part in () if is_composite(parameter) else local_parts(full, parameter):
             role: Role = "parameter" if full in stepped else "frozen"
             yield shard_of(local_shard(parameter).detach(), part, MODEL, role)
     yield from buffer_shards(run.model, run.rename)
+
+
+def composite_parameters(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters that consist of other tensors, by name."""
+    for name, parameter in run.model.named_parameters():
+        if is_composite(parameter):
+            yield run.rename(clean_name(name)), parameter
 
 
 def masters_of(run: TrackedRun) -> Iterator[LocalShard]:

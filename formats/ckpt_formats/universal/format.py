@@ -24,7 +24,7 @@ from ckpt_formats.universal import columns, manifest, original
 from ckpt_formats.universal.boxes.whole import box_errors, whole_parameters
 from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.index import TYPES, Index, index_of, join
-from ckpt_formats.universal.lineage import Ancestor, Loaded, lineage, once
+from ckpt_formats.universal.lineage import Ancestor, LoadedFiles, lineage, once
 from ckpt_formats.universal.manifest import ContentId, Manifest, PackFiles, Parent, pack_file, pack_path
 from ckpt_formats.universal.pack_seals import pack_parts
 from ckpt_formats.universal.shared_packs import with_packs
@@ -138,7 +138,7 @@ class Universal(WritableFormat):
         return replace(self, single_file=True) if is_single(target) else self
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        return read_lineage(lineage(path), Loaded())
+        return read_lineage(lineage(path), LoadedFiles())
 
     def plan(self, source: Checkpoint) -> Plan:
         from ckpt_formats.universal.pack import check_state_names, check_storable  # they import the codecs
@@ -230,7 +230,7 @@ class Universal(WritableFormat):
         os.replace(draft, folder / manifest.NAME)
 
 
-def read_lineage(ancestors: Sequence[Ancestor], loaded: Loaded) -> Checkpoint:
+def read_lineage(ancestors: Sequence[Ancestor], loaded: LoadedFiles) -> Checkpoint:
     """The checkpoint that is the last of a lineage. What another one had `loaded` is shared with it.
 
     Raises `IncompleteError` or `CorruptError` if a file of the lineage is missing or has another length.

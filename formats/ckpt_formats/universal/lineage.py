@@ -30,7 +30,7 @@ class Ancestor:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedFiles:
     """What was loaded while several checkpoints are opened: each manifest once, and each list of a chain once."""
 
     manifests: dict[Path, Manifest | CkptError] = field(default_factory=dict)
@@ -64,12 +64,12 @@ def once(known: dict[Path, T | CkptError], key: Path, make: Callable[[], T]) -> 
     return result
 
 
-def lineage(folder: Path, loaded: Loaded | None = None) -> tuple[Ancestor, ...]:
+def lineage(folder: Path, loaded: LoadedFiles | None = None) -> tuple[Ancestor, ...]:
     """The checkpoint in a folder and all its ancestors, the base first.
 
     Raises `IncompleteError` if a parent is missing, `CorruptError` if another checkpoint is in its place.
     """
-    loaded = loaded or Loaded()
+    loaded = loaded or LoadedFiles()
     stated = loaded.manifest(manifest.manifest_path(folder))
     ancestors = [Ancestor(folder, stated, stated.numbers.keys())]
     seen = {folder.resolve()}
@@ -101,7 +101,7 @@ def _needed(ancestor: Ancestor) -> set[str]:
     return {name for name in ancestor.manifest.with_deltas() if name in ancestor.names}
 
 
-def _parent(folder: Path, parent: Parent, loaded: Loaded) -> tuple[Path, Manifest]:
+def _parent(folder: Path, parent: Parent, loaded: LoadedFiles) -> tuple[Path, Manifest]:
     """The folder of the parent now, and its manifest.
 
     It is looked for in the chain around `folder`, then in the chain around the stated path, then at that path.

@@ -12,7 +12,7 @@ from ckpt_formats.core.identity import Identities, Identity, recording
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain.file import ChainIndex, Member
 from ckpt_formats.universal.format import read_lineage
-from ckpt_formats.universal.lineage import Ancestor, Loaded, lineage, lineage_of_parent
+from ckpt_formats.universal.lineage import Ancestor, LoadedFiles, lineage, lineage_of_parent
 
 
 def member_at(run: Path, chain: ChainIndex, step: int | None) -> Member:
@@ -63,7 +63,7 @@ class OpenedMembers:
 
 def open_members(run: Path, chain: ChainIndex) -> OpenedMembers:
     """Open all members of a chain."""
-    loaded, states = Loaded(), dict[str, Checkpoint | CkptError]()
+    loaded, states = LoadedFiles(), dict[str, Checkpoint | CkptError]()
     ancestors: tuple[Ancestor, ...] = ()
     with recording() as identities:
         for member in reversed(chain.members):
@@ -117,11 +117,11 @@ def _opens(run: Path, member: Member) -> bool:
 
 def open_one(run: Path, member: Member) -> Checkpoint:
     """The index of one state. Raises as `open_member`, without a hint."""
-    _check_place(run, member, Loaded())
+    _check_place(run, member, LoadedFiles())
     return identified(lambda: Universal().read(run / member.folder, ReadOptions()))
 
 
-def _check_place(run: Path, member: Member, loaded: Loaded) -> None:
+def _check_place(run: Path, member: Member, loaded: LoadedFiles) -> None:
     """Raise `IncompleteError` if the folder of a member is missing, `CorruptError` if another checkpoint is in its
     place."""
     folder = run / member.folder
