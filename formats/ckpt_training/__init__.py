@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckpt_training.dcp.reader import CkptReader
+    from ckpt_training.inference import load_file
     from ckpt_training.loading import Loaded, load
     from ckpt_training.saver import SaveHandle, Saver, SaveResult, SaverWarning
 
-__all__ = ["CkptReader", "Loaded", "SaveHandle", "SaveResult", "Saver", "SaverWarning", "load"]
+__all__ = ["CkptReader", "Loaded", "SaveHandle", "SaveResult", "Saver", "SaverWarning", "load", "load_file"]
 
 _MODULES = {
     "CkptReader": "dcp.reader",
@@ -21,6 +22,7 @@ _MODULES = {
     "Saver": "saver",
     "SaverWarning": "saver",
     "load": "loading",
+    "load_file": "inference",
 }
 
 

@@ -19,10 +19,13 @@ from ckpt.reading.verification import JoinedEvidence, Verification
 from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.coming_reads import object_ranges
+from ckpt_formats.core.errors import at_tensor
 from ckpt_formats.core.evidence import joined, seal_number
 from ckpt_formats.core.files import Reader, Seal
 from ckpt_formats.core.identity import Identities, check_unchanged
+from ckpt_formats.core.interchange import MappedFiles
 from ckpt_formats.core.tensor import Array, Tensor
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.value_changes import check_allowed, totals
 
 
@@ -76,6 +79,28 @@ class Reading:
         """
         self._run(ReadingOrder.of(checked_blocks(blocks), len(self._readers)))
         check_allowed(totals(change for reader in self._readers for change in reader.changes.seen()))
+
+    def weights(self, *, mmap: bool = False) -> dict[str, Array]:
+        """All weights and buffers of the model by name: writable arrays of their own shapes and dtypes, read at once.
+
+        Tied parameters have all their names, and share one array. With `mmap` True, an array that lies in one piece of
+        a local file is mapped, not read: what you write into it stays in this process; the file must stay as it is. Of
+        mapped values, no checksum is computed.
+
+        Raises as `fill`.
+        """
+        files = MappedFiles(self._checkpoint.identities) if mmap else None
+        arrays, unread = dict[str, Array](), list[tuple[Tensor, Array]]()
+        for name, parameter in self._checkpoint.items():
+            weight = parameter.weight
+            with at_tensor(printable(name)):
+                mapped = None if files is None else files.array(weight)
+            arrays[name] = np.empty(weight.shape, weight.dtype) if mapped is None else mapped
+            if mapped is None:
+                unread.append((weight, arrays[name]))
+        self.fill(unread)
+        aliases = self._checkpoint.aliases.items()
+        return arrays | {alias: arrays[name] for alias, name in aliases if name in arrays}
 
     def evidence(self) -> bytes:
         """Return what this process has read, for `verify` in another process that has opened the same checkpoint.
