@@ -17,10 +17,11 @@ from ckpt_training.plain_notes import OPTIMIZER_ENTRIES, extra_name, note_name
 from ckpt_training.plain_values import PlainValues
 from ckpt_training.random_states import restore_random_states
 from ckpt_training.run_shards import composite_parameters
+from ckpt_training.writing.rank_notes import RANK_PARTS, rank_name
 
 EXTRA_STATE = "_extra_state"
 _RANDOM_STATES = "random_states"
-_OWN = ("ckpt",)
+_OWN = ("ckpt", RANK_PARTS)
 """Extras that ckpt itself writes about a checkpoint."""
 
 
@@ -113,9 +114,17 @@ class Extras:
         name = extra_name(part)
         return name if name in self.source.extras else None
 
+    def _of_this_rank(self, stored: str) -> Any:
+        """An extra: that of this rank if ranks had different ones, and there were as many as now."""
+        rank, world = ranks.rank_and_world()
+        of_ranks = self.source.extras.get(RANK_PARTS)
+        own = of_ranks.get(rank_name(rank)) if isinstance(of_ranks, Mapping) else None
+        is_own = isinstance(own, Mapping) and stored in own and self.source.origin.layout.get("world") == world
+        return own[stored] if is_own else self.source.extras[stored]  # type: ignore[index]
+
     def _load(self, name: str, stored: str, give: Any) -> None:
         try:
-            give(self.values.of(self.source.extras[stored]))
+            give(self.values.of(self._of_this_rank(stored)))
         except Exception as error:  # whatever the user's object raises
             raise UnsupportedError(
                 f"`{name}` does not take the state that the checkpoint has: {type(error).__name__}: {error}",

@@ -21,7 +21,7 @@ from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.universal.boxes import RankBox
 from ckpt_training import ranks
 from ckpt_training.composite_tensors import is_composite
-from ckpt_training.engines.run import TrackedRun, memory_of
+from ckpt_training.engines.run import TrackedRun, as_saved, memory_of
 from ckpt_training.local_shards import LocalPart, LocalShard, dtype_name, local_shard
 from ckpt_training.run_shards import masters_of, model_shards_of, states_of
 from ckpt_training.shares import Piece, check_coverage, equal_shares, piece_of
@@ -202,7 +202,8 @@ def _parts(run: TrackedRun) -> Iterator[tuple[Kind, Role, LocalPart]]:
 def _shards(run: TrackedRun) -> Iterator[tuple[Kind, LocalShard]]:
     """All memory of this rank with an element for each of a part."""
     for shard in model_shards_of(run):
-        yield "model", shard
+        is_buffer = shard.role == "buffer"  # training may have it in another dtype than checkpoints
+        yield "model", replace(shard, memory=as_saved(run, shard.name, shard.memory)) if is_buffer else shard
     for shard in masters_of(run):
         yield "optimizer", shard
     for number in range(len(run.tensors)):

@@ -280,7 +280,8 @@ class Saver:
                     plain = int(plain)
                 if plain is not None:
                     own[from_stored(str(key))] = encode(plain_note(plain))
-            for name in one.names if own else ():
+            names = dict.fromkeys((*(part.name for part in one.all_parts), *one.names))
+            for name in names if own else ():
                 values[name] = own
                 if isinstance(own.get("step"), int):
                     counts[name] = own["step"], before[one.optimizer] + one.group

@@ -13,7 +13,7 @@ from ckpt_formats.core.values import Value
 from ckpt_formats.universal.boxes import CheckpointNotes
 
 RANK_PARTS = "rank_parts"
-"""The extra with the states of parts that differ from those of rank 0: `{"rank-00001": {"loader": …}}`."""
+"""The extra with the states of parts that differ from those of an earlier rank: `{"rank-00001": {"loader": …}}`."""
 RANDOM_STATES = "random_states"
 
 
@@ -60,11 +60,14 @@ def merged(ranks: Sequence[RankNotes], where: Path) -> CheckpointNotes:
     for one in ranks:
         for name, own in one.values.items():
             values.setdefault(name, _mapping(own, where))
-    extras: dict[str, Value] = {name: decode(part, where) for name, part in first.parts.items()}
+    parts: dict[str, Any] = {}
+    for one in ranks:
+        parts = {**one.parts, **parts}  # of a pipeline, each rank has some
+    extras: dict[str, Value] = {name: decode(part, where) for name, part in parts.items()}
     differing = {
         rank_name(rank): own
         for rank, one in enumerate(ranks)
-        if (own := {name: decode(part, where) for name, part in one.parts.items() if first.parts.get(name) != part})
+        if (own := {name: decode(part, where) for name, part in one.parts.items() if parts[name] != part})
     }
     random = {rank_name(rank): decode(one.random_states, where) for rank, one in enumerate(ranks)}
     return CheckpointNotes(

@@ -1,0 +1,86 @@
+"""Save live runs, with their engines and with a Saver: `save.py OUT KIND...`.
+
+The kinds are those of `recording_jobs`. OUT/KIND/run.chain, or OUT/KIND/saves for a kind with `:folder`, has what the
+Saver saves at the steps `STEPS`; OUT/KIND/engine what the engine saves at the second of them. OUT/KIND/log.json has the
+losses after that step, of the run and of a new one that loads the save.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.extend(str(Path(__file__).resolve().parents[2] / room) for room in ("jobs", "support"))
+
+import torch
+from torch import distributed
+
+from ckpt_training import Saver, load
+from engines import ranks
+from filling_jobs.fill import kind_of
+from recording_jobs.kinds import Kind
+from recording_jobs.run import Run, start
+from recording_jobs.train import joining
+from saving_jobs.steps import AFTER, STEPS
+
+
+def save(kind: Kind, out: Path, in_folder: bool) -> None:
+    """Train and save; called in every rank."""
+    run = start(kind)
+    target = out / ("saves" if in_folder else "run.chain")
+    handles = []
+    with Saver(run.model, run.optimizer, target, memory=1 << 20, stall_seconds=60.0, **parts_of(run)) as saver:
+        for step in range(1, STEPS[-1] + 1):
+            run.train(1)
+            if step in STEPS:
+                handles.append(saver.save(step))
+            if step == STEPS[1]:
+                run.save(out / "engine")
+        results = [handle.wait(60.0) for handle in handles]
+    state = torch.get_rng_state()
+    losses = run.train(AFTER)
+    log = {"losses": losses, "kinds": [result.kind for result in results], "state": state.tolist()}
+    (out / f"log{distributed.get_rank()}.json").write_text(json.dumps(log))
+
+
+def resume(kind: Kind, out: Path, in_folder: bool) -> None:
+    """Load the last save into a new run, and train; called in every rank."""
+    log = json.loads((out / f"log{distributed.get_rank()}.json").read_text())
+    run = start(kind, seed=1)
+    source: Any = out / f"saves/step-{STEPS[-1]:08d}" if in_folder else f"{out / 'run.chain'}@{STEPS[-1]}"
+    load(source, run.model, run.optimizer, **parts_of(run))
+    assert torch.get_rng_state().tolist() == log.pop("state")
+    run.step = STEPS[-1]
+    log["resumed"] = run.train(AFTER)
+    (out / "log.json").write_text(json.dumps(log))
+
+
+def parts_of(run: Run) -> dict[str, Any]:
+    """What else is saved of a run. DeepSpeed's engine notes its own."""
+    return {
+        name: one for name, one in run.notes().items() if hasattr(one, "state_dict") and run.kind.engine != "deepspeed"
+    }
+
+
+def main() -> int:
+    out, failed = Path(sys.argv[1]).resolve(), 0
+    for argument in sys.argv[2:]:
+        name, _, folder = argument.partition(":")
+        kind, began = kind_of(name), time.monotonic()
+        try:
+            for work in (save, resume):
+                run = partial(work, kind, out / kind.name, bool(folder))
+                ranks.run(kind.world, run, out / kind.name / work.__name__, join=joining(kind))
+            print(f"{kind.name}: {time.monotonic() - began:.1f} s", flush=True)
+        except Exception as error:
+            failed += 1
+            print(f"{kind.name} FAILED: {error}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
