@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from boxed import ADAM, RANKS, BoxedRun, add_all, box, checkpoint_at, notes_at, states_at
+from boxed import ADAM, OPTIMIZER, RANKS, BoxedRun, add_all, box, checkpoint_at, notes_at, states_at
 from ckpt.findings import find_problems
 from ckpt.job import save
 from ckpt.pipeline import Execution
+from ckpt_codecs.delta import StepInfo
 from ckpt_formats.core.checkpoint import Origin
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError
 from ckpt_formats.core.geometry import Box
@@ -21,6 +22,7 @@ from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.boxes import CheckpointNotes, PackReceipt, RankBox, RankPack, assemble
+from ckpt_formats.universal.manifest import Parent
 from damage import SAMPLES
 from forged import Change, Forged, both, forge, number, put
 from held import contents
@@ -276,6 +278,40 @@ def test_a_pack_takes_the_next_bytes_only(tmp_path: Path) -> None:
         box("bias", {"master": "float32"}, (3,), (6,))
     with pytest.raises(InvalidArgumentError, match="two boxes have the same elements"):
         RankPack(tmp_path / "other", 0, [own, own], save="s")
+
+
+def test_boxes_of_one_step_share_a_fit_unless_it_suits_them_worse(tmp_path: Path) -> None:
+    """The second box is stepped as the first; the third has other values altogether, the last ones did not change."""
+    shape, options = (64, 400), {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+    boxes = [RankBox(name, "parameter", shape, Box((0, 0), shape), OPTIMIZER) for name in "abcde"]
+    random = np.random.default_rng(1)
+    before = {name: {state: random.random(shape, np.float32) for state in OPTIMIZER} for name in "abcde"}
+    after = {name: dict(states) for name, states in before.items()}
+    for name in "ab":
+        grad, own = random.standard_normal(shape).astype(np.float32), before[name]
+        mean = own["exp_avg"] + (grad - own["exp_avg"]) * np.float32(0.1)
+        square = own["exp_avg_sq"] * np.float32(0.999) + grad * grad * np.float32(0.001)
+        root = np.sqrt(square) / np.float32(np.sqrt(1 - 0.999**5)) + np.float32(1e-8)
+        master = own["master"] - np.float32(1e-3 / (1 - 0.9**5)) * mean / root
+        after[name] = {"master": master, "exp_avg": mean, "exp_avg_sq": square}
+    after["c"] = {s: random.integers(0, 256, (64, 1600), np.uint8).view(np.float32) for s in OPTIMIZER}  # any bits
+    steps = {name: StepInfo(4, 5, options) for name in "abcde"}
+    values, content = None, ""
+    for save_number, states in enumerate((before, after)):
+        folder, local = tmp_path / f"saved-{save_number}", tmp_path / f"values-{save_number}"
+        with RankPack(folder, 0, boxes, save="s", values=local, earlier=values, steps=steps) as pack:
+            add_all(pack, boxes, states)
+            receipt = pack.finish()
+        parent = None if values is None else Parent(content, "../saved-0")
+        content = assemble(folder, [receipt], CheckpointNotes(Origin("torch")), parent).content
+        values = pack.rank_values
+    deltas = {entry.name[0]: entry.delta for entry in receipt.entries}
+    assert {name for name, delta in deltas.items() if delta is not None} == set("abde")
+    assert deltas["a"].codec == deltas["b"].codec
+    opened = open_checkpoint(folder)
+    for name, states in after.items():
+        for state, expected in states.items():
+            assert read(opened.parameters[name].states[state]).tobytes() == expected.tobytes(), (name, state)
 
 
 def test_damaged_local_values_cost_the_delta_and_no_value(tmp_path: Path) -> None:

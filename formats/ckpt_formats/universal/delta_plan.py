@@ -114,6 +114,11 @@ def plan_delta(
     return None
 
 
+def with_codec(parameter: Parameter, against: DeltaBase, transfer: Transfer) -> DeltaPlan | None:
+    """How to store a parameter as a delta with a codec that was fitted to another one; None if it gets none."""
+    return next(_drafts(parameter, against, transfer), None)
+
+
 def predicted_ratio(
     parameter: Parameter, against: DeltaBase | None, coding: EncodingOptions, transfer: Transfer, at: int
 ) -> float:

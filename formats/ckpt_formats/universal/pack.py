@@ -29,7 +29,7 @@ from ckpt_formats.universal.encode_state import choose, flat, write_coded
 from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
 from ckpt_formats.universal.manifest import VERSION
 from ckpt_formats.universal.model_copy import ModelCopy
-from ckpt_formats.universal.pack_file import PackFile
+from ckpt_formats.universal.pack_file import Mark, PackFile
 from ckpt_formats.universal.pack_headers import SlotNames
 from ckpt_formats.universal.read_states import DELTA
 from ckpt_formats.universal.shared_packs import is_own
@@ -140,13 +140,28 @@ class StatesWriter:
         self._coding = coding
         self._drafts: list[_Draft] = []
 
-    def add(self, parameter: Parameter, base: DeltaBase | None = None, shared: Mapping[str, StateEntry] = {}) -> None:
-        """Write a parameter, but for the states that come last. `shared`: those that are not stored."""
+    def add(
+        self,
+        parameter: Parameter,
+        base: DeltaBase | None = None,
+        shared: Mapping[str, StateEntry] = {},
+        plan: DeltaPlan | None = None,
+    ) -> DeltaEntry | None:
+        """Write a parameter, but for the states that come last, and return its delta, if it has one.
+
+        `shared`: the states that are not stored. `plan`: how it is stored as a delta, if that is known already.
+        """
         with at_tensor(printable(parameter.name)):
-            draft = _begin(self._out, parameter, self._transfer, self._coding, base, shared)
+            draft = _begin(self._out, parameter, self._transfer, self._coding, base, shared, plan)
         self._drafts.append(draft)
         for state in draft.remaining(copies=False, aligned=True):
             self._write(draft, state)
+        return draft.delta
+
+    def undo(self, mark: Mark) -> None:
+        """Remove the parameter that was written last. `mark`: the end of the pack before."""
+        self._out.rollback(mark)
+        self._drafts.pop()
 
     def finish(self, errors: Mapping[tuple[str, str], ErrorFigures]) -> tuple[ParameterEntry, ...]:
         """Write what is left. Returns the entries of all parameters."""
@@ -199,6 +214,7 @@ def _begin(
     coding: EncodingOptions | None,
     base: DeltaBase | None,
     shared: Mapping[str, StateEntry],
+    plan: DeltaPlan | None = None,
 ) -> _Draft:
     """The parameter, with what is written of several states at once: those of a delta, and those of a replay.
 
@@ -208,7 +224,7 @@ def _begin(
         return _Draft(parameter, None if MODEL in shared else ModelCopy.of(parameter), None, dict(shared))
     if base is not None and DELTA not in parameter.states:
         options = coding or EncodingOptions()
-        plan = plan_delta(parameter, base, options, transfer)
+        plan = plan or plan_delta(parameter, base, options, transfer)
         if plan is not None:
             mark = out.mark()
             try:

@@ -18,8 +18,8 @@ from types import TracebackType
 import numpy as np
 
 from ckpt_codecs.base import Bytes
-from ckpt_codecs.delta import StepInfo
-from ckpt_codecs.registry import DEFAULT_DELTA, parse_delta
+from ckpt_codecs.delta import DeltaCodec, StepInfo
+from ckpt_codecs.registry import DEFAULT_DELTA, delta_from_config, parse_delta
 from ckpt_formats.core.checkpoint import Parameter, Role
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.encoding import AUTO, EncodingOptions
@@ -35,13 +35,18 @@ from ckpt_formats.universal.boxes.receipt import PackReceipt
 from ckpt_formats.universal.boxes.table import BoxPlace
 from ckpt_formats.universal.checked import KnownBlob, KnownTensor
 from ckpt_formats.universal.chunked import ChunkDigests
-from ckpt_formats.universal.delta_plan import DeltaBase
+from ckpt_formats.universal.delta_plan import DeltaBase, with_codec
 from ckpt_formats.universal.entry import ALIGNMENT, Extent, ParameterEntry, StateEntry
 from ckpt_formats.universal.index import index_of
 from ckpt_formats.universal.manifest import pack_file
 from ckpt_formats.universal.pack import StatesWriter, finish_pack, header_nbytes
-from ckpt_formats.universal.pack_file import PackFile
+from ckpt_formats.universal.pack_file import Mark, PackFile
 from ckpt_formats.universal.write_replayed import write_at
+
+_FITTED_NBYTES = 1 << 18
+"""Bytes of a box from which a fit is used for others, too."""
+_LIKE = 0.7, 1.15
+"""How much smaller and larger a delta may be than that of the box to which its codec was fitted."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +188,7 @@ class RankPack:
         self._steps = steps or {}
         self._coding = _options(codec, earlier, check)
         self._codec = parse_delta(DEFAULT_DELTA)
+        self._fits = dict[str, _Fit]()
         self._values = self._path if values is None else values
         own = [_parameter(box, box.name(number), self._values) for box in boxes]
         _check_distinct(boxes, own)
@@ -196,8 +202,8 @@ class RankPack:
             self._file = create_own(values)
             self._stack.callback(os.close, self._file)
             reader = self._stack.enter_context(Reader(check=False))
-            transfer = self._stack.enter_context(Transfer(reader))
-            self._writer = StatesWriter(self._out, transfer, self._coding)
+            self._transfer = self._stack.enter_context(Transfer(reader))
+            self._writer = StatesWriter(self._out, self._transfer, self._coding)
         self._is_plain = values is None
         self._entries: dict[str, ParameterEntry] = {}
 
@@ -273,9 +279,9 @@ class RankPack:
             self._writer.add(opened.parameter)
             return
         mark = self._out.mark()
-        base = DeltaBase(before, self._codec, self._steps.get(opened.box.parameter, StepInfo()))
+        step = self._steps.get(opened.box.parameter, StepInfo())
         try:
-            self._writer.add(opened.parameter, base)
+            self._write_delta(opened.parameter, before, step)
         except CkptError as error:
             assert self._earlier is not None
             if error.where is None or str(self._earlier.path) not in error.where:
@@ -283,6 +289,43 @@ class RankPack:
             self.notes.append(f"{opened.parameter.name} is stored without a delta: {error.what}")
             self._out.rollback(mark)
             self._writer.add(opened.parameter)
+
+    def _write_delta(self, parameter: Parameter, before: Parameter, step: StepInfo) -> None:
+        """Write a box as a delta, with the codec that was fitted to a box of the same step, if that does as well.
+
+        Small boxes would take four times as long if each had a fit, and a comparison with other codecs.
+        """
+        key = str((step, {state: tensor.dtype.name for state, tensor in parameter.states.items()}))
+        mark, known = self._out.mark(), self._fits.get(key)
+        if known is not None:
+            base = DeltaBase(before, known.codec, step)
+            plan = with_codec(parameter, base, self._transfer)
+            if plan is not None:
+                delta = self._writer.add(parameter, base, plan=plan)
+                if delta is not None and known.is_like(self._share_since(mark, parameter)):
+                    return
+                self._writer.undo(mark)
+        delta = self._writer.add(parameter, DeltaBase(before, self._codec, step))
+        if delta is not None and parameter.nbytes >= _FITTED_NBYTES:
+            share = self._share_since(mark, parameter)
+            self._fits[key] = _Fit(delta_from_config(dict(delta.codec)), share)
+
+    def _share_since(self, mark: Mark, parameter: Parameter) -> float:
+        """Bytes that were written since a mark, for each byte of a parameter."""
+        return (self._out.position - mark.position) / parameter.nbytes
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A delta codec that was fitted to a box."""
+
+    codec: DeltaCodec
+    share: float
+    """The bytes of the delta for each byte of values."""
+
+    def is_like(self, share: float) -> bool:
+        """Whether the codec does as well for another box."""
+        return _LIKE[0] * self.share <= share <= _LIKE[1] * self.share
 
 
 def _options(codec: str | None, earlier: RankValues | None, check: bool) -> EncodingOptions | None:
