@@ -16,7 +16,7 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.state_names import from_stored, to_stored
 from ckpt_formats.core.tensor import Tensor
 from ckpt_training.composite_tensors import is_value
-from ckpt_training.engines.run import TrackedRun, TrackedTensor
+from ckpt_training.engines.run import TrackedRun
 from ckpt_training.group_options import GroupOptions
 from ckpt_training.local_shards import LocalShard, local_shard, shard_of
 from ckpt_training.matching import Matching
@@ -98,12 +98,15 @@ class StatePlan:
             if one.dtype is None:
                 state[one.key] = one.value
                 continue
-            current = state.get(one.key)
-            if not isinstance(current, torch.Tensor) or current.shape != tracked.tensor.shape:
+            current, own_parts = state.get(one.key), self.run.state_parts(one.number, one.key)
+            like = tracked.tensor.detach()
+            if own_parts is not None:
+                like = like.new_empty(sum(part.size for part in own_parts))
+            if not isinstance(current, torch.Tensor) or current.shape != like.shape:
                 # Zeros, because a flat vector has padding that no part fills.
-                state[one.key] = current = torch.zeros_like(tracked.tensor.detach(), dtype=one.dtype)
+                state[one.key] = current = torch.zeros_like(like, dtype=one.dtype)
             values = local_shard(current).detach()
-            for part, stored in zip(tracked.all_parts, one.parts, strict=False):
+            for part, stored in zip(tracked.all_parts if own_parts is None else own_parts, one.parts, strict=False):
                 if stored is not None:
                     yield shard_of(values, part, from_stored(one.key), "parameter"), stored
 
@@ -118,7 +121,7 @@ class StatePlan:
             self.fresh |= dict.fromkeys(one.name for one in stored)
             self._dropped.append((number, None))
             return
-        forms = self._forms_of(tracked, in_source)
+        forms = self._forms_of(number, in_source)
         if forms is None:
             keys = {to_stored(name): name for name in sorted(in_source)}
         else:
@@ -152,7 +155,9 @@ class StatePlan:
         if form.is_elementwise if form is not None else in_states and stored[0].states[name].shape == stored[0].shape:
             tracked = self.run.tensors[number]
             dtype = form.value.dtype if form is not None else _torch_dtype(stored[0].states[name])
-            parts = tuple(self.matching.values(part, name, dtype) for part in tracked.all_parts)
+            own_parts = self.run.state_parts(number, key)
+            every = tracked.all_parts if own_parts is None else own_parts
+            parts = tuple(self.matching.values(part, name, dtype) for part in every)
             if any(one is not None for one in parts) or (not parts and in_states):
                 yield PlannedState(number, key, parts, dtype)
         elif first is not None and (in_states or name in first.values):
@@ -177,15 +182,19 @@ class StatePlan:
         values = tensor.torch()
         return _like(form, values) if form is not None else values.to(tracked.tensor.device)
 
-    def _forms_of(self, tracked: TrackedTensor, in_source: Collection[str]) -> Mapping[str, ExpectedState] | None:
+    def _forms_of(self, number: int, in_source: Collection[str]) -> Mapping[str, ExpectedState] | None:
         """What the optimizer keeps of a tensor, under the stored options of its group; None if that is not known.
 
         `in_source`: the states that the checkpoint has of it.
         """
+        tracked = self.run.tensors[number]
         optimizer = self.run.optimizers[tracked.optimizer]
         existing = {
             str(key): ExpectedState(
-                isinstance(one, torch.Tensor) and one.dim() > 0 and one.shape == tracked.tensor.shape, one
+                isinstance(one, torch.Tensor)
+                and one.dim() > 0
+                and (one.shape == tracked.tensor.shape or self.run.state_parts(number, str(key)) is not None),
+                one,
             )
             for key, one in optimizer.state.get(tracked.tensor, {}).items()
             if one is not None or from_stored(str(key)) in in_source

@@ -1,6 +1,7 @@
 """The local shards of a run: of its model, of its masters, and of the states of its optimizers."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -84,12 +85,21 @@ def names_with_master(run: TrackedRun) -> frozenset[str]:
 
 
 def states_of(run: TrackedRun, number: int) -> Iterator[LocalShard]:
-    """This rank's memory of the states that the optimizer has of a tensor, those of the tensor's shape."""
+    """This rank's memory of the states that the optimizer has of a tensor, of the elements that are in the tensor."""
     one = run.tensors[number]
     for name, value in run.optimizers[one.optimizer].state.get(one.tensor, {}).items():
-        if is_of_elements(one, name, value):
-            for part in one.all_parts:
-                yield shard_of(local_shard(value).detach(), part, from_stored(str(name)), "parameter")
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            continue
+        other = run.state_parts(number, str(name))
+        if other is not None:
+            begin = {part.name: part.offset - part.start for part in other}
+            parts = tuple(replace(part, offset=begin[part.name] + part.start) for part in one.all_parts)
+        elif value.shape == one.tensor.shape:
+            parts = one.all_parts
+        else:
+            continue
+        for part in parts:
+            yield shard_of(local_shard(value).detach(), part, from_stored(str(name)), "parameter")
 
 
 def _storages(run: TrackedRun) -> frozenset[int]:

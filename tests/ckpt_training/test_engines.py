@@ -51,6 +51,7 @@ GOING_ON = {
     "zero0": "whole",
     "zero1_fp16": "whole",
     "zero2": "whole",
+    "z1_bf16_dp3_muon": "whole",
     "zero3": "own",
     "zero3_offload": "own",
     "megatron_2x2": "whole",

@@ -78,7 +78,7 @@ def deepspeed_run(engine: Any, rank: int) -> TrackedRun:
         set_notes=partial(_set_notes, engine),
     )
     if type(inner).__name__ == "MuonWithAuxAdam" and hasattr(optimizer, "single_partition_of_fp32_groups"):
-        run = replace(run, arrange=partial(_momentum_of_partition, run))
+        run = replace(run, arrange=partial(_momentum_of_partition, run), state_parts=partial(_parts_of_momentum, run))
     experts = _experts(engine.module)
     return renamed(run, lambda name: _numbered(name, experts)) if experts else run
 
@@ -189,6 +189,18 @@ def _set_scaler(optimizer: Any, stored: Mapping[str, Any]) -> None:
     if is_dynamic and "cur_scale" in values:
         for name in values.keys() & vars(scaler).keys():
             setattr(scaler, name, values[name])
+
+
+def _parts_of_momentum(run: TrackedRun, number: int, name: str) -> tuple[LocalPart, ...] | None:
+    """The parts of Muon's momentum: the parameters of a partition in full, also those that it has in part."""
+    if name != "momentum_buffer":
+        return None
+    parts, at = [], 0
+    for part in run.tensors[number].parts:
+        size = prod(part.shape)
+        parts.append(replace(part, start=0, stop=size, offset=at))
+        at += size
+    return tuple(parts)
 
 
 def _momentum_of_partition(run: TrackedRun, number: int, name: str, state: torch.Tensor) -> torch.Tensor:

@@ -70,6 +70,8 @@ class TrackedRun:
     Every rank must then go through all of them."""
     arrange: Callable[[int, str, torch.Tensor], torch.Tensor] = lambda number, name, state: state
     """Returns a state, by the number of its tensor and its name, with the elements in the order of the tensor's."""
+    state_parts: Callable[[int, str], tuple[LocalPart, ...] | None] = lambda number, name: None
+    """Returns the parts of which a state consists, by the number of its tensor and its name; None: as the tensor."""
     buffer_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """The dtypes in checkpoints of the buffers that training has in another one, by their names in the log."""
     model_shards: Callable[[], Iterator[LocalShard]] | None = None
