@@ -8,14 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckpt_training.dcp.reader import CkptReader
+    from ckpt_training.dcp.writer import CkptWriter
     from ckpt_training.inference import load_file
     from ckpt_training.loading import Loaded, load
     from ckpt_training.saver import SaveHandle, Saver, SaveResult, SaverWarning
 
-__all__ = ["CkptReader", "Loaded", "SaveHandle", "SaveResult", "Saver", "SaverWarning", "load", "load_file"]
+__all__ = [
+    "CkptReader",
+    "CkptWriter",
+    "Loaded",
+    "SaveHandle",
+    "SaveResult",
+    "Saver",
+    "SaverWarning",
+    "load",
+    "load_file",
+]
 
 _MODULES = {
     "CkptReader": "dcp.reader",
+    "CkptWriter": "dcp.writer",
     "Loaded": "loading",
     "SaveHandle": "saver",
     "SaveResult": "saver",

@@ -292,15 +292,19 @@ def test_samples_of_engines_are_read(sample: str) -> None:
 
 
 def test_page_of_dcp_shows_code_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (SAMPLES.parent / "docs" / "dcp.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (SAMPLES.parent / "docs" / "dcp.md").read_text(), re.DOTALL)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "global_step1000").symlink_to(SAMPLES / "deepspeed-0.19-zero1-bf16-dp2")
     monkeypatch.chdir(tmp_path)
     source = ckpt.open("run/global_step1000")
     dtypes = {name: getattr(torch, one.dtype.name) for name, one in source.items()}
     state = {"model": {name: torch.zeros(one.shape, dtype=dtypes[name]) for name, one in source.items()}}
-    exec(code, {"state": state})
+    names = {"state": state}
+    for code in blocks:
+        exec(code, names)
     assert all(torch.equal(state["model"][name], one.torch()) for name, one in source.items())
+    saved = ckpt.open("run/step-1000")
+    assert all(torch.equal(saved[name].torch(), one.torch()) for name, one in source.items())
 
 
 def test_errors_of_ranks_can_be_sent_between_processes() -> None:

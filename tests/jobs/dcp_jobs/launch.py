@@ -12,8 +12,8 @@ from engines.launch import run_script
 HERE = Path(__file__).parent
 
 
-def read_all(jobs: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Run jobs of `read.py`, each of which leaves its report. Raises `EngineError` if one failed."""
+def run_all(jobs: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Run jobs of `jobs.py`, each of which leaves its report. Raises `EngineError` if one failed."""
     listed = folder / "jobs.json"
     listed.write_text(json.dumps([dict(job) for job in jobs], default=str))
-    run_script(HERE / "read.py", [str(listed)], len(jobs))
+    run_script(HERE / "jobs.py", [str(listed)], len(jobs))

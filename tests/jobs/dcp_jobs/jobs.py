@@ -1,7 +1,8 @@
-"""Load checkpoints of any format into live runs, by `dcp.load` with one changed line: the reader is ckpt's.
+"""Load and save live runs through `dcp.load` and `dcp.save` with one changed line: reader and writer are ckpt's.
 
-`python tests/jobs/dcp_jobs/read.py JOBS`: a JSON list of objects with the fields of `torch_jobs.resume.Resume`, and
-`refused`: the load must fail, and each rank writes its error to a report of its own, `REPORT.RANK`.
+`python tests/jobs/dcp_jobs/jobs.py JOBS`: a JSON list of objects with the fields of `torch_jobs.resume.Resume`, and
+`work`: `load`; `refuse`, which loads in vain and writes the error of each rank to `REPORT.RANK`; `save`,
+which trains a step and saves by both writers, to `REPORT.own` and `REPORT.torch`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from ckpt_training import CkptReader
+from ckpt_training import CkptReader, CkptWriter
 from engines import ranks
 from torch_jobs import resume
 from torch_jobs.run import Run, start
@@ -43,11 +44,20 @@ def refuse(job: resume.Resume) -> None:
         Path(f"{job.report}.{own}").write_text(json.dumps({"kind": type(failure).__name__, "text": str(failure)}))
 
 
+def save(job: resume.Resume) -> None:
+    """Save a run by ckpt's writer and by torch's; called in every rank."""
+    run = start(job.target)
+    run.train(1)
+    state = tree(run, job.way, 1)
+    dcp.save(state, storage_writer=CkptWriter(f"{job.report}.own"))
+    dcp.save(state, checkpoint_id=f"{job.report}.torch")
+
+
 def main() -> int:
     failed = 0
     resume.load = load
     for fields in json.loads(Path(sys.argv[1]).read_text()):
-        work = refuse if fields.pop("refused", False) else resume.resume
+        work = {"load": resume.resume, "refuse": refuse, "save": save}[fields.pop("work")]
         job = resume.Resume(**fields)
         logs = Path(job.report).resolve().with_suffix(".ranks")
         try:

@@ -1,4 +1,4 @@
-"""Live runs of torch, sharded in any way, load through `dcp.load` what other runs and engines have saved."""
+"""Live runs of torch, sharded in any way, load what other runs and engines have saved, and save, through DCP."""
 
 import json
 from collections.abc import Callable
@@ -91,13 +91,14 @@ def truth_of_zero3() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each job reports, and under `damaged` what each rank does."""
+    """What each job reports; under `damaged`, what each rank does; under `saved`, what both writers have saved."""
     out = tmp_path_factory.mktemp("read")
     with alone_in("torch_jobs") as zoo:
         torch_launch.train({job.training for job in JOBS.values()}, zoo)
         torch.save(truth_of_zero3(), out / "truth.pt")
         jobs = [
             {
+                "work": "load",
                 "checkpoint": job.source(zoo, out),
                 "training": job.training,
                 "truth": out / "truth.pt" if name.startswith("zero3") else zoo / job.training / "truth.pt",
@@ -108,9 +109,11 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             }
             for name, job in JOBS.items()
         ]
-        jobs.append({**jobs[1], "checkpoint": damaged(zoo, out), "report": out / "damaged", "refused": True})
-        launch.read_all(jobs, out)
+        jobs.append({**jobs[1], "checkpoint": damaged(zoo, out), "report": out / "damaged", "work": "refuse"})
+        jobs += [{**jobs[number], "report": out / f"saved{number}", "work": "save"} for number in range(2)]
+        launch.run_all(jobs, out)
     reports = {name: json.loads((out / f"{name}.json").read_text()) for name in JOBS}
+    reports["saved"] = [[out / f"saved{number}.{writer}" for writer in ("own", "torch")] for number in range(2)]
     return reports | {"damaged": [json.loads((out / f"damaged.{rank}").read_text()) for rank in range(2)]}
 
 
@@ -140,3 +143,14 @@ def test_flipped_bit_raises_on_both_ranks(reports: dict[str, Any]) -> None:
         assert error["kind"] == "CorruptError"
         assert "`tok_embeddings.weight` model" in error["text"]
         assert "__0_0.distcp" in error["text"]
+
+
+@pytest.mark.parametrize("number", range(2), ids=["fsdp_and_tp", "fsdp2"])
+def test_saved_run_is_what_torchs_writer_saves(reports: dict[str, Any], number: int) -> None:
+    own, torchs = (ckpt.open(path) for path in reports["saved"][number])
+    assert ckpt.diff(own, torchs).same
+    assert {name: one.role for name, one in own.items()} == {name: one.role for name, one in torchs.items()}
+    assert own.groups == torchs.groups
+    assert own.extras == torchs.extras
+    assert own.step == torchs.step == 1
+    assert ckpt.verify(own) == []
