@@ -188,7 +188,7 @@ class RankPack:
         self._steps = steps or {}
         self._coding = _options(codec, earlier, check)
         self._codec = parse_delta(DEFAULT_DELTA)
-        self._fits = dict[str, _Fit]()
+        self._fits = dict[str, _BoxFit]()
         self._values = self._path if values is None else values
         own = [_parameter(box, box.name(number), self._values) for box in boxes]
         _check_distinct(boxes, own)
@@ -308,7 +308,7 @@ class RankPack:
         delta = self._writer.add(parameter, DeltaBase(before, self._codec, step))
         if delta is not None and parameter.nbytes >= _FITTED_NBYTES:
             share = self._share_since(mark, parameter)
-            self._fits[key] = _Fit(delta_from_config(dict(delta.codec)), share)
+            self._fits[key] = _BoxFit(delta_from_config(dict(delta.codec)), share)
 
     def _share_since(self, mark: Mark, parameter: Parameter) -> float:
         """Bytes that were written since a mark, for each byte of a parameter."""
@@ -316,7 +316,7 @@ class RankPack:
 
 
 @dataclass(frozen=True)
-class _Fit:
+class _BoxFit:
     """A delta codec that was fitted to a box."""
 
     codec: DeltaCodec
