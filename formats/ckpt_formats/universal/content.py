@@ -13,7 +13,7 @@ from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.boxes.table import BoxTable
-from ckpt_formats.universal.index import Index
+from ckpt_formats.universal.index import Index, item_numbers
 
 
 def content_id(
@@ -65,8 +65,8 @@ def content_id(
         states[rows].astype("<u2"),
         dtypes[rows].astype("u1"),
         columns["state.rank"][rows],
-        columns["state.dims"][_runs(ranks, rows)],
-        columns["chunk.values"][_runs(chunks, rows)],
+        columns["state.dims"][item_numbers(ranks, rows)],
+        columns["chunk.values"][item_numbers(chunks, rows)],
         *(() if boxes is None else _of_boxes(boxes, np.array(order, np.int64))),
     ):
         result.update(np.ascontiguousarray(column).data)
@@ -83,7 +83,7 @@ def _of_boxes(boxes: BoxTable, order: Array) -> Iterator[Array]:
     columns, encoded = boxes.columns, sorted(boxes.encoded_names())
     places = _places(boxes)
     owners = np.array([places[boxes.names[number]] for number in boxes.owners], "<u4")
-    axes = _runs(columns["box.rank"].astype(np.int64), order)
+    axes = item_numbers(columns["box.rank"].astype(np.int64), order)
     yield np.array([len(name) for name in encoded], "<u4")
     yield np.frombuffer(b"".join(encoded), "u1")
     yield owners[order]
@@ -106,11 +106,3 @@ def _sorted(column: Array, table: Sequence[str]) -> tuple[Array, list[str]]:
     places = {item: place for place, item in enumerate(items)}
     numbers[used] = [places[table[number]] for number in used]
     return numbers[column], items
-
-
-def _runs(counts: Array, rows: Array) -> Array:
-    """The numbers of all items of some rows, whose items follow one another: row i has `counts[i]` of them."""
-    begins, lengths = np.cumsum(counts) - counts, counts[rows]
-    steps = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    result: Array = np.repeat(begins[rows], lengths) + steps
-    return result

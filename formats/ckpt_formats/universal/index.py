@@ -224,6 +224,42 @@ def join(indexes: Sequence[Index]) -> Index:
     return Index(joined, tables)
 
 
+def reordered(index: Index, order: Array) -> Index:
+    """The same parameters in another order. `order`: the number that each has now, (parameters,) int64."""
+    columns, parameters = index.columns, len(index)
+    states = np.bincount(columns["state.parameter"], minlength=parameters)
+    rows, places = item_numbers(states, order), np.empty(parameters, np.int64)
+    places[order] = np.arange(parameters)
+    deltas = np.argsort(places[columns["delta.parameter"]])
+    lengths = np.diff(columns["parameter.ends"], prepend=np.zeros(1, np.uint64)).astype(np.int64)
+    coded = np.where(columns["state.storage"] == CODED, index.chunk_counts, 0)
+    chunks = [item_numbers(coded, rows), int(coded.sum()) + item_numbers(index.delta_counts, deltas)]
+    items = {
+        "parameter.names": item_numbers(lengths, order),
+        "state.dims": item_numbers(columns["state.rank"].astype(np.int64), rows),
+        "chunk.values": item_numbers(index.chunk_counts, rows),
+        "coded.nbytes": np.concatenate(chunks),
+        "coded.stored": np.concatenate(chunks),
+    }
+    of_table = {"parameter": order, "state": rows, "delta": deltas}
+    result = {
+        name: column[items[name] if name in items else of_table[name.partition(".")[0]]]
+        for name, column in columns.items()
+    }
+    result["parameter.ends"] = np.cumsum(lengths[order]).astype(TYPES["parameter.ends"])
+    for name in ("state.parameter", "delta.parameter"):
+        result[name] = places[result[name]].astype(TYPES[name])
+    return Index(result, index.tables)
+
+
+def item_numbers(counts: Array, rows: Array) -> Array:
+    """The numbers of all items of some rows, whose items follow one another: row i has `counts[i]` of them."""
+    begins, lengths = np.cumsum(counts) - counts, counts[rows]
+    steps = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    result: Array = np.repeat(begins[rows], lengths) + steps
+    return result
+
+
 def _coded_of_states(index: Index) -> int:
     return int(index.chunk_counts[index.columns["state.storage"] == CODED].sum())
 

@@ -1,24 +1,28 @@
 """Make a checkpoint of the packs of all ranks: the index, and the manifest, which is written last."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
+from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Group, Origin
-from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError
+from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError
 from ckpt_formats.core.publish import flush
+from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.core.version import WRITTEN_BY
 from ckpt_formats.universal import columns, manifest
-from ckpt_formats.universal.boxes.check_table import check_boxes, first_gap_or_overlap
+from ckpt_formats.universal.boxes.check_table import NOT_VALID, check_boxes
 from ckpt_formats.universal.boxes.receipt import PackReceipt
-from ckpt_formats.universal.boxes.table import BoxPlace, table_of
+from ckpt_formats.universal.boxes.table import table_of
 from ckpt_formats.universal.check_index import check as check_index
-from ckpt_formats.universal.entry import ParameterEntry
-from ckpt_formats.universal.index import METADATA, index_of
+from ckpt_formats.universal.index import METADATA, Index, join, reordered
 from ckpt_formats.universal.manifest import Manifest, Parent, pack_path
+from ckpt_formats.universal.tables import Tables
 
 _HINT = "Each rank adds a receipt, and its boxes are those of the run: together, all elements of each state, once."
 
@@ -47,21 +51,22 @@ def assemble(
     once; `InvalidArgumentError` for receipts of several saves, or a group or alias of an unknown parameter.
     """
     receipts = _of_one_save(folder, receipts)
-    rows: dict[str, list[tuple[BoxPlace, ParameterEntry]]] = {name: [] for name in notes.order}
-    for receipt in receipts:
-        for (name, place), entry in zip(receipt.places, receipt.entries, strict=True):
-            rows.setdefault(name, []).append((place, replace(entry, values=notes.values.get(name, {}))))
-    for name, own in rows.items():
-        _check_whole(name, own, folder)
-    named = {*(name for group in notes.groups for name in group.names), *notes.aliases.values(), *notes.values}
-    if unknown := sorted(named - rows.keys()):
-        raise InvalidArgumentError(f"no rank has a box of `{printable(unknown[0])}`, which the notes name")
-    table = table_of(list(rows), [(number, place) for number, own in enumerate(rows.values()) for place, _ in own])
-    entries = index_of(entry for own in rows.values() for _, entry in own)
+    boxes = [box for receipt in receipts for box in receipt.places]
+    names = list(dict.fromkeys([*notes.order, *(name for name, _ in boxes)]))
+    numbers = {name: number for number, name in enumerate(names)}
+    _check_names(names, {name for name, _ in boxes}, notes, folder)
+    owners = np.array([numbers[name] for name, _ in boxes], np.int64)
+    order = np.argsort(owners, kind="stable")
+    table = table_of(names, [(int(owners[row]), boxes[row][1]) for row in order.tolist()])
+    joined = reordered(join([receipt.entries for receipt in receipts]), order)
+    entries = _with_values(joined, [notes.values.get(name, {}) for name in names], owners[order])
     packs = tuple(receipt.pack for receipt in receipts)
-    path = folder / manifest.NAME
-    check_index(entries, packs, path)
-    check_boxes(table, entries, path)
+    try:
+        check_boxes(table, entries, folder)
+    except CorruptError as error:
+        what = error.what.removeprefix(f"{NOT_VALID}: ")
+        raise IncompleteError(what, where=folder, hint=_HINT) from None
+    check_index(entries, packs, folder)
     result = Manifest(
         notes.origin,
         entries,
@@ -96,13 +101,21 @@ def _of_one_save(folder: Path, receipts: Sequence[PackReceipt]) -> list[PackRece
     return in_order
 
 
-def _check_whole(name: str, own: Sequence[tuple[BoxPlace, ParameterEntry]], folder: Path) -> None:
-    if not own:
-        raise IncompleteError(f"no rank has a box of `{printable(name)}`", where=folder, hint=_HINT)
-    for state in dict.fromkeys(state for _, entry in own for state in entry.states):
-        problem = first_gap_or_overlap([place for place, entry in own if state in entry.states])
-        if problem is not None:
-            raise IncompleteError(f"`{printable(name)}` {printable(state)}: {problem}", where=folder, hint=_HINT)
+def _check_names(names: Sequence[str], saved: Collection[str], notes: CheckpointNotes, folder: Path) -> None:
+    missing = next((name for name in names if name not in saved), None)
+    if missing is not None:
+        raise IncompleteError(f"no rank has a box of `{printable(missing)}`", where=folder, hint=_HINT)
+    named = {*(name for group in notes.groups for name in group.names), *notes.aliases.values(), *notes.values}
+    if unknown := sorted(named - set(saved)):
+        raise InvalidArgumentError(f"no rank has a box of `{printable(unknown[0])}`, which the notes name")
+
+
+def _with_values(boxes: Index, values: Sequence[Mapping[str, Value]], owners: Array) -> Index:
+    """The boxes with the values of their parameters. `owners`: the number of the parameter of each, (boxes,) int64."""
+    texts = {Tables.text({}): 0}
+    numbers = np.array([texts.setdefault(Tables.text(encode(dict(own))), len(texts)) for own in values], "<u4")
+    tables = replace(boxes.tables, values=tuple(map(Tables.mapping, texts)))
+    return Index({**boxes.columns, "parameter.values": numbers[owners]}, tables)
 
 
 def _write(folder: Path, result: Manifest) -> None:

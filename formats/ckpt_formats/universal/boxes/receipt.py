@@ -1,11 +1,15 @@
 """What the process of a rank hands over when its pack is written: what the index needs, as JSON and columns."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.core.errors import CorruptError
+from ckpt_formats.core.geometry import Shape
 from ckpt_formats.universal import columns
 from ckpt_formats.universal.boxes import table
 from ckpt_formats.universal.boxes.table import BoxPlace, BoxTable, table_of
@@ -61,8 +65,19 @@ class PackReceipt:
         entries = Index({name: stored[name] for name in TYPES}, Tables.of_json(fields, check))
         boxes = BoxTable({name: stored[name] for name in table.TYPES})
         places = tuple(
-            (boxes.names[boxes.owners[row]], boxes.place(row, next(iter(entries[row].states.values())).shape))
-            for row in range(len(entries))
+            (boxes.names[owner], boxes.place(row, shape))
+            for row, (owner, shape) in enumerate(zip(boxes.owners, _shapes(entries), strict=True))
         )
         pack = Pack(nbytes_of_pack, header_nbytes, header)
         return cls(check.text(fields, "save"), check.natural(fields, "number"), pack, places, entries)
+
+
+def _shapes(entries: Index) -> Iterator[Shape]:
+    """The shape of the values of each box."""
+    columns = entries.columns
+    ranks = columns["state.rank"].astype(np.int64)
+    first = np.searchsorted(columns["state.parameter"], np.arange(len(entries)))
+    begins = (np.cumsum(ranks) - ranks)[first]
+    dims = columns["state.dims"].tolist()
+    for begin, rank in zip(begins.tolist(), ranks[first].tolist(), strict=True):
+        yield tuple(dims[begin : begin + rank])

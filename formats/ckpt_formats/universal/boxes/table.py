@@ -92,7 +92,7 @@ class BoxTable:
 
     def place(self, box: int, own: Shape) -> BoxPlace:
         """The place of a box whose values have the shape `own`."""
-        axes = slice(self._axes[box], self._axes[box + 1])
+        axes = slice(int(self.axes[box]), int(self.axes[box + 1]))
         shape, start, stop = (tuple(self.columns[f"box.{key}"][axes].tolist()) for key in ("dims", "start", "stop"))
         return BoxPlace(shape, Box(start, stop), int(self.columns["box.first"][box]), own)
 
@@ -102,8 +102,9 @@ class BoxTable:
         return begins
 
     @cached_property
-    def _axes(self) -> list[int]:
-        return [0, *np.cumsum(self.columns["box.rank"], dtype=np.int64).tolist()]
+    def axes(self) -> Array:
+        """Where the axes of each box begin in their columns, and where the last ones end: (boxes + 1,) int64."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.columns["box.rank"], dtype=np.int64)])
 
 
 def table_of(names: Sequence[str], boxes: Sequence[tuple[int, BoxPlace]]) -> BoxTable:
