@@ -27,6 +27,7 @@ from ckpt_training.local_shards import LocalShard, as_array
 from ckpt_training.matching import Matching, Mismatches, Rounding
 from ckpt_training.opening import open_together
 from ckpt_training.optimizer_states import StatePlan
+from ckpt_training.replicas import Cooperate, Fill, replicas_of
 from ckpt_training.resumed_steps import count_from
 from ckpt_training.run_shards import masters_of, model_shards_of, names_of_run, names_with_master, ties_of
 
@@ -82,6 +83,7 @@ def load(
     vocab_rows: int | None = None,
     random_states: bool = True,
     device: torch.device | str | None = None,
+    cooperate: Cooperate = "auto",
     resources: ckpt.Resources | None = None,
     **parts: Any,
 ) -> Loaded:
@@ -105,6 +107,8 @@ def load(
         vocab_rows: The rows of the vocabulary without padding, if tables have more rows in one of both.
         random_states: Also restore this rank's random number generators, if the run stored them.
         device: Where tensors on the meta device get memory; None: on torch's default device.
+        cooperate: Whether ranks with the same values read a share each and exchange the shares. `auto`: if the
+            checkpoint is in a store, or the ranks are on several nodes.
         resources: The threads and the memory of each rank.
         parts: Other objects with `load_state_dict`, each by the name under which the checkpoint has its state.
 
@@ -126,7 +130,7 @@ def load(
     named, notices = _with_names(opened.checkpoint, run, names)
     with ranks.together():
         matching = Matching(named, ties_of(run), rounding, vocab_rows)
-        fills = list(_model_fills(run, matching))
+        fills = [one for one in _model_fills(run, matching) if one[0].memory.numel()]
         extras = Extras(named, run, parts, random_states)
         groups = GroupOptions(run, named)
         states = StatePlan(run, matching, groups, extras.values)
@@ -139,7 +143,11 @@ def load(
     with Reading(named, resources=resources) as reading:
         try:
             with ranks.together(), torch.no_grad():
-                _fill(reading, [*fills, *states.create()])
+                fills += [one for one in states.create() if one[0].memory.numel()]
+            replicas = replicas_of(fills, named, cooperate)
+            with ranks.together(), torch.no_grad():
+                _fill(reading, replicas.share(fills))
+            replicas.exchange(fills)
             clock.note("read")
             verified, unverified = verify_together(reading)
             clock.note("verify")
@@ -234,7 +242,7 @@ def _lacking(source: Checkpoint, names: Iterable[str]) -> int:
     return sum(name not in source.parameters and name not in source.aliases for name in names)
 
 
-def _model_fills(run: TrackedRun, matching: Matching) -> Iterator[tuple[LocalShard, Tensor]]:
+def _model_fills(run: TrackedRun, matching: Matching) -> Iterator[Fill]:
     """The memory of the model and of the masters, with the stored values. What `refresh` makes is left out."""
     masters = list(masters_of(run))
     made_by_refresh = names_with_master(run) if masters else frozenset[str]()
@@ -321,12 +329,10 @@ def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     return "Pass names= to rename tensors, or strict=False to load what fits."
 
 
-def _fill(reading: Reading, fills: Iterable[tuple[LocalShard, Tensor]]) -> None:
+def _fill(reading: Reading, fills: Iterable[Fill]) -> None:
     """Read all local shards: those of the CPU straight into their memory, others through a buffer."""
-    others, own = list[tuple[LocalShard, Tensor]](), []
+    others, own = list[Fill](), []
     for shard, stored in fills:
-        if not shard.memory.numel():
-            continue
         if shard.memory.device.type == "cpu":
             own.append((stored, as_array(shard.memory)))
         else:

@@ -78,8 +78,8 @@ def gather_bytes(data: bytes) -> list[bytes]:
     _, world = rank_and_world()
     if world == 1:
         return [data]
-    sizes = [torch.zeros(1, dtype=torch.int64, device=_device()) for _ in range(world)]
-    distributed.all_gather(sizes, torch.tensor([len(data)], device=_device()))
+    sizes = [torch.zeros(1, dtype=torch.int64, device=exchange_device()) for _ in range(world)]
+    distributed.all_gather(sizes, torch.tensor([len(data)], device=exchange_device()))
     longest = max(int(size) for size in sizes)
     if longest == 0:
         return [b""] * world
@@ -93,11 +93,15 @@ def broadcast_bytes(data: bytes, root: int = 0) -> bytes:
     """The bytes of one rank. Every rank must call it. No pickle is sent."""
     if rank_and_world()[1] == 1:
         return data
-    size = torch.tensor([len(data)], device=_device())
+    size = torch.tensor([len(data)], device=exchange_device())
     distributed.broadcast(size, root)
     if not int(size):
         return b""
-    content = _tensor(data) if rank_and_world()[0] == root else torch.empty(int(size), dtype=torch.uint8).to(_device())
+    content = (
+        _tensor(data)
+        if rank_and_world()[0] == root
+        else torch.empty(int(size), dtype=torch.uint8).to(exchange_device())
+    )
     distributed.broadcast(content, root)
     return _bytes(content, int(size))
 
@@ -106,7 +110,7 @@ def lowest(number: int) -> int:
     """The lowest of the numbers of all ranks. Every rank must call it."""
     if rank_and_world()[1] == 1:
         return number
-    value = torch.tensor([number], dtype=torch.int64, device=_device())
+    value = torch.tensor([number], dtype=torch.int64, device=exchange_device())
     distributed.all_reduce(value, distributed.ReduceOp.MIN)
     return int(value)
 
@@ -115,7 +119,7 @@ def total(numbers: Sequence[int]) -> list[int]:
     """The sums over all ranks of numbers, equally many on each. Every rank must call it."""
     if rank_and_world()[1] == 1 or not numbers:
         return list(numbers)
-    values = torch.tensor(numbers, dtype=torch.int64, device=_device())
+    values = torch.tensor(numbers, dtype=torch.int64, device=exchange_device())
     distributed.all_reduce(values)
     return [int(value) for value in values.tolist()]
 
@@ -166,14 +170,14 @@ def _kinds(kind: type[CkptError]) -> Iterator[type[CkptError]]:
         yield from _kinds(one)
 
 
-def _device() -> torch.device:
-    """The device whose tensors the process group can send."""
+def exchange_device() -> torch.device:
+    """Return the device whose tensors the process group can send."""
     is_nccl = distributed.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
 def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_device())
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(exchange_device())
 
 
 def _bytes(tensor: torch.Tensor, size: int) -> bytes:
