@@ -97,7 +97,6 @@ def _check_sizes(tensors: Sequence[TrackedTensor]) -> None:
 
 def _shards_of_stage_3(zero: Any, model: torch.nn.Module) -> Iterator[LocalShard]:
     """This rank's partition of every parameter, frozen ones included, and the buffers. Raises `UnsupportedError`."""
-    zero.checkpoint_event_prologue()  # ends what is in flight, and frees full parameters, which get other values
     stepped = {id(parameter) for group in zero.fp16_groups for parameter in group}
     for name, parameter in model.named_parameters():
         part, partition = _part_of_stage_3(clean_name(name), parameter, 0), parameter.ds_tensor  # type: ignore[attr-defined]
@@ -121,7 +120,7 @@ def _refresh(optimizer: Any) -> None:
     """Make the copies that the model computes with, from the masters, as the optimizer does after a step."""
     with torch.no_grad():
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-            optimizer.checkpoint_event_prologue()
+            optimizer.checkpoint_event_prologue()  # frees full parameters, which have other values now
             for sub_group in range(len(optimizer.fp32_partitioned_groups_flat)):
                 optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
             for parameter in optimizer.module.parameters():

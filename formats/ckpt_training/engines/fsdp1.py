@@ -29,6 +29,8 @@ def is_fsdp1(model: nn.Module) -> bool:
 def fsdp1_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> TrackedRun:
     """The run of a model of FSDP1. Raises `InvalidArgumentError` if the optimizer is not that of the model."""
     model = unwrap(model)
+    if all(_is_idle(handle) for _, handle in _handles(model)):
+        _forget_copies(model)  # after an evaluation, the optimizer's tensors are views of them
     flat: dict[int, FlatTensor] = {}
     aliases: dict[str, str] = {}
     for prefix, handle in _handles(model):
@@ -85,7 +87,7 @@ def _forget_copies(model: nn.Module) -> None:
         handle = module._handle
         if handle is None:
             continue
-        if handle._training_state.name != "IDLE":
+        if not _is_idle(handle):
             raise UnsupportedError(
                 f"`{clean_name(prefix).removesuffix('.') or 'the model'}` is within a pass of FSDP1",
                 hint="Load and save after `optimizer.step()`.",
@@ -98,6 +100,11 @@ def _forget_copies(model: nn.Module) -> None:
             handle._use_sharded_flat_param()
         handle.post_reshard()
         handle._prefetched = False
+
+
+def _is_idle(handle: Any) -> bool:
+    """Is FSDP1 neither in a forward nor in a backward pass of the module?"""
+    return bool(handle._training_state.name == "IDLE")
 
 
 def _shard_of(prefix: str, handle: Any) -> torch.Tensor:
