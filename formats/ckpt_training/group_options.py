@@ -48,6 +48,15 @@ class GroupOptions:
                     own = {name: value for name, value in options[0].items() if name not in _OF_THE_RUN}
                     self._planned[number, at] = values.of(own)
 
+    def unstated(self) -> list[str]:
+        """The options of the run that the checkpoint does not state, so that they stay."""
+        names = dict[str, None]()
+        for number, groups in enumerate(self.run.group_names):
+            for at in range(len(groups)):
+                stored = self._planned.get((number, at), {})
+                names |= dict.fromkeys(name for name in self.run.groups_of(number)[at] if name not in stored)
+        return [name for name in names if name not in _OF_THE_RUN]
+
     def after_load(self, optimizer: int, group: int) -> dict[str, Any]:
         """The options of a group as they will be."""
         return {**self.run.groups_of(optimizer)[group], **self._planned.get((optimizer, group), {})}

@@ -138,7 +138,7 @@ def load(
     missing = _of_all_ranks([*matching.mismatches.missing, *extras.missing()])
     with ranks.together():
         _check(matching.mismatches, missing, unexpected, strict, named)
-        notices = (*notices, *_notices(states))
+        notices = (*notices, *_notices(states, groups))
     clock.note("plan")
     with Reading(named, resources=resources) as reading:
         try:
@@ -295,7 +295,10 @@ def _check(
     raise error(f"the checkpoint does not fit the run: {what}", where=source.path, hint=_hint(missing, unexpected))
 
 
-def _notices(states: StatePlan) -> Iterator[str]:
+def _notices(states: StatePlan, groups: GroupOptions) -> Iterator[str]:
+    unstated = groups.unstated()
+    if unstated:
+        yield f"the checkpoint does not state these options, which stay: {_some(list(map(_quoted, unstated)))}"
     if states.fresh:
         names = _some(list(map(_quoted, states.fresh)))
         yield f"the checkpoint has no optimizer state of {names}: the run had not stepped them"

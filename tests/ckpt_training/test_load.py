@@ -114,4 +114,5 @@ def test_load_gives_a_fresh_run_all_values_and_its_losses(saved: Any, form: str,
     assert_equal(states_of(model, optimizer), values)
     assert train(model, optimizer, range(3, 6), scheduler) == losses
     assert loaded.verified > 0
+    assert [notice for notice in loaded.notices if "`frozen`" not in notice] == []
     assert (loaded.missing_keys, loaded.unexpected_keys, dict(loaded.extras)) == ((), (), {})
