@@ -187,6 +187,7 @@ class SnapshotThread:
         reason = error.what if isinstance(error, CkptError) else str(error) or type(error).__name__
         for one in self._flight:
             one.end(OutputError(f"step {one.step} is not saved: {reason}", where=self._settings.target))
+            self._todo.put(DropSave(one.step, reason))  # another process tells the other ranks
         self._flight.clear()
         link, self._link = self._link, None
         if link is not None:

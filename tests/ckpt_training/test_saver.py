@@ -1,6 +1,12 @@
 """Saves of a live job of one process: each is the state at its step, whole or not there, and training goes on."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +16,11 @@ from torch import nn
 
 import ckpt
 from ckpt.chains.verify import verify_chain
+from ckpt.chains.write import DeltaPolicy
 from ckpt.pipeline import Execution
+from ckpt_formats.core.errors import CkptError, InvalidArgumentError, OutputError, UnsupportedError
 from ckpt_formats.core.tensor import read
-from ckpt_training import Saver, copies, load
+from ckpt_training import Saver, SaverWarning, copies, load
 from ckpt_training.copies import HostCopies
 
 SECONDS = 60.0
@@ -159,3 +167,210 @@ def test_every_save_is_the_state_of_its_step_and_a_run_goes_on_from_it(run: Run,
     assert loaded.extras["plain"]["epoch"] == 3
     assert [other.step() for _ in range(2)] == losses
     assert len(names_in(target)) == 5
+
+
+def test_an_update_waits_until_the_state_before_it_is_copied(run: Run, target: Path, gate: Gate) -> None:
+    run.step()
+    with run.saver(target) as saver:
+        handle = saver.save(1)
+        threading.Timer(0.3, gate.open.set).start()
+        run.step()
+        assert saver.waited > 0.2
+        handle.wait(SECONDS)
+    run.check(opened(target, 1))
+
+
+def test_a_tensor_that_is_changed_while_it_is_copied_is_named_and_nothing_is_published(
+    run: Run, target: Path, gate: Gate
+) -> None:
+    run.step()
+    with run.saver(target) as saver:
+        handle = saver.save(1)
+        with torch.no_grad():
+            run.model.mix.bias.add_(1)
+        gate.open.set()
+        with pytest.raises(CkptError, match=r"`mix.bias` \(model\) was changed outside the optimizer"):
+            handle.wait(SECONDS)
+        with pytest.raises(CkptError, match=r"`mix\.bias`"):
+            _ = handle.result
+        run.step()
+        assert saver.save(2).wait(SECONDS).kind == "base"
+    assert len(names_in(target)) == 1
+    run.check(opened(target, 2))
+
+
+def test_a_run_with_other_tensors_is_refused_until_there_is_a_new_saver(run: Run, target: Path) -> None:
+    run.step()
+    with run.saver(target) as saver:
+        run.optimizer.add_param_group({"params": [run.model.norm.weight]})
+        saver.save(1)
+        with pytest.warns(SaverWarning, match="step 1 is not saved: the optimizer steps other tensors than when"):
+            second = saver.save(2)
+        assert second.done()
+        with pytest.raises(UnsupportedError, match="step 2 is not saved"):
+            second.wait()
+        run.model.more = nn.Linear(2, 2)
+        with pytest.raises(UnsupportedError, match="the model has another part than of `more"):
+            saver.save(3).wait(SECONDS)
+    with run.saver(target) as saver:
+        run.truth[4] = run.state()
+        saver.save(4).wait(SECONDS)
+    run.check(opened(target, 4))
+
+
+def test_a_slow_save_makes_the_next_one_wait_or_skips_it(run: Run, target: Path, gate: Gate) -> None:
+    run.step()
+    with run.saver(target, when_slow="skip") as saver:
+        first = saver.save(1)
+        with pytest.warns(SaverWarning, match="step 2 is not saved: the save of step 1 is still in progress"):
+            second = saver.save(2)
+        assert second.done()
+        assert second.wait().skipped == "the save of step 1 is still in progress"
+        assert first.result is None
+        assert not first.done()
+        with pytest.raises(TimeoutError):
+            first.wait(0.01)
+        gate.open.set()
+        first.wait(SECONDS)
+        run.step()
+        saver.save(3)
+    run.truth[3] = run.truth[2]
+    for step in (1, 3):
+        run.check(opened(target, step))
+    assert len(names_in(target)) == 2
+
+
+def test_a_killed_process_fails_its_save_and_the_next_save_has_another(run: Run, target: Path, gate: Gate) -> None:
+    run.step()
+    gate.open.set()
+    with run.saver(target) as saver:
+        saver.save(1).wait(SECONDS)
+        gate.open.clear()
+        run.step()
+        handle = saver.save(2)
+        assert saver.writer_pid is not None
+        os.kill(saver.writer_pid, signal.SIGKILL)
+        gate.open.set()
+        with pytest.raises(OutputError, match="step 2 is not saved: the process that writes the saves has ended"):
+            handle.wait(SECONDS)
+        run.step()
+        assert saver.save(3).wait(SECONDS).kind == "base"
+    run.check(opened(target, 3))
+    assert findings(target, 3) == []
+    with run.saver(target):
+        assert len(names_in(target)) == 2  # what the killed process has left is removed
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if os.getuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("only root may mount a small file system")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("name", ["saves", "run.chain"])
+def test_a_full_disk_fails_the_save_and_training_goes_on(run: Run, small_disk: Path, name: str) -> None:
+    target, ballast = small_disk / name, small_disk / "ballast"
+    ballast.write_bytes(bytes((1 << 20) - (40 << 10)))
+    run.step()
+    with run.saver(target) as saver:
+        with pytest.raises(CkptError, match=r"step 1 is not saved: .*No space left"):
+            saver.save(1).wait(SECONDS)
+        ballast.unlink()
+        run.step()
+        saver.save(2).wait(SECONDS)
+    run.check(opened(target, 2))
+    assert len(names_in(target)) == 1
+
+
+def test_a_part_without_a_state_fails_its_save_and_a_saved_step_is_not_replaced(run: Run, target: Path) -> None:
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            if run.count == 1:
+                raise RuntimeError("no state now")
+            return {}
+
+    run.step()
+    with run.saver(target, broken=Broken()) as saver:
+        with pytest.raises(UnsupportedError, match="step 1 is not saved: RuntimeError: no state now"):
+            saver.save(1).wait(SECONDS)
+        run.step()
+        saver.save(2).wait(SECONDS)
+        with pytest.raises(CkptError, match="step 2 was saved already"):
+            saver.save(2).wait(SECONDS)
+    run.check(opened(target, 2))
+    with pytest.raises(InvalidArgumentError, match="the Saver is closed"):
+        saver.save(3)
+
+
+def test_bases_of_a_chain_come_as_its_policy_says(run: Run, tmp_path: Path) -> None:
+    kinds = []
+    with run.saver(tmp_path / "run.chain", policy=DeltaPolicy(base_every=2)) as saver:
+        for step in range(1, 5):
+            run.step()
+            kinds.append(saver.save(step).wait(SECONDS).kind)
+    assert kinds == ["base", "delta", "base", "delta"]
+    run.check(opened(tmp_path / "run.chain", 4))
+
+
+def test_options_that_cannot_be_are_refused(run: Run, tmp_path: Path) -> None:
+    for options, message in (
+        ({"in_flight": 0}, "in_flight=0"),
+        ({"when_slow": "never"}, "when_slow='never'"),
+        ({"memory": 1000}, "memory=1000"),
+        ({"policy": DeltaPolicy()}, "`policy` is for chains"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            run.saver(tmp_path / "saves", **options)
+    with pytest.raises(UnsupportedError, match="without loss"):
+        run.saver(tmp_path / "run.chain", policy=DeltaPolicy("subspace:step_size=0.5"))
+    with pytest.raises(UnsupportedError, match="saves in DCP"):
+        run.saver(tmp_path / "saves", format=ckpt.DCP())
+    assert names_in(tmp_path) == set()
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = {paths!r}
+from pathlib import Path
+from ckpt_training import copies
+from test_saver import Gate, Run
+gate, run = Gate(), Run()
+gate.open.set()
+copies.copies_of = lambda device: gate
+saver = run.saver(Path({target!r}))
+run.step()
+saver.save(1).wait(60)
+run.step()
+{first}
+handle = saver.save(2)
+{last}
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("name", "is_copied"), [("saves", True), ("run.chain", True), ("run.chain", False)])
+def test_a_save_of_a_killed_trainer_is_published_if_all_was_copied(tmp_path: Path, name: str, is_copied: bool) -> None:
+    target = tmp_path / name
+    first = "" if is_copied else "gate.open.clear()"
+    last = "handle._snapshot.copied.wait(60); import time; time.sleep(0.2)" if is_copied else ""
+    script = KILLED.format(paths=[str(Path(__file__).parent)], target=str(target), first=first, last=last)
+    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == -signal.SIGKILL
+    run = Run()
+    run.step()
+    run.step()
+    deadline = time.monotonic() + SECONDS
+    while any(path.name.startswith(".step") for path in target.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)  # the process ends what it has
+    steps = (1, 2) if is_copied else (1,)
+    assert len(names_in(target)) == len(steps)
+    for step in steps:
+        run.check(opened(target, step))

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 
 import ckpt
+from ckpt.chains.verify import verify_chain
+from ckpt.pipeline import Execution
 from ckpt_formats.core.tensor import read
+from ckpt_formats.universal.chain import file
 from engines.launch import run_script
 from saving_jobs.steps import STEPS
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
-KINDS = ("ddp:folder", "hsdp_2x2", "fsdp1_flat_2x2", "zero1", "zero3")
+KINDS = ("ddp:folder", "ddp:failing", "hsdp_2x2", "fsdp1_flat_2x2", "zero1", "zero3")
 SCRIPT = Path(__file__).parents[1] / "jobs/saving_jobs/save.py"
 
 
@@ -25,7 +28,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("kind", [name.partition(":")[0] for name in KINDS])
+@pytest.mark.parametrize("kind", [name.replace(":", "-") for name in KINDS if name != "ddp:failing"])
 def test_a_save_has_the_bits_of_the_engines_own_checkpoint(kind: str, saved: Path) -> None:
     folder = saved / kind
     is_chain = (folder / "run.chain").exists()
@@ -51,3 +54,18 @@ def test_a_save_has_the_bits_of_the_engines_own_checkpoint(kind: str, saved: Pat
     assert log["kinds"] == (["base", "delta", "delta"] if is_chain else ["base"] * 3)
     if kind != "zero3":  # after its own load, too, DeepSpeed goes on with other bits
         assert log["resumed"] == log["losses"]
+
+
+def test_a_rank_that_fails_fails_the_save_of_all_ranks_and_the_next_one_is_whole(saved: Path) -> None:
+    folder = saved / "ddp-failing"
+    first, second = (json.loads((folder / f"said{rank}.json").read_text()) for rank in (0, 1))
+    assert [one[0] for one in (first, second)] == ["base", "base"]
+    assert "step 2 is not saved: rank 1: RuntimeError: no state now" in first[1]
+    assert "step 2 is not saved: RuntimeError: no state now" in second[1]
+    assert "the process that writes the saves" in first[2]
+    assert "the process that writes the saves has ended" in second[2]
+    assert "rank 1 has not written its part of step 4 within 8 s" in first[3]
+    assert "rank 0 has not written its part of step 40 within 8 s" in second[3]
+    assert [one[4] for one in (first, second)] == ["delta", "delta"]
+    assert [member.step for member in file.load(folder / "run.chain" / file.NAME).members] == [1, 50]
+    assert verify_chain(folder / "run.chain", Execution(workers=1)).findings == ()

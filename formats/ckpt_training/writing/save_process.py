@@ -119,7 +119,10 @@ class SaveWriter:
             self._open = self._opened(order)
         elif isinstance(order, DropSave):
             save = self._open or OpenSave(order.step, self._stage(order.step))
-            self._end(replace(save, failure=save.failure or order.reason), b"")
+            if save.stage.target.exists():
+                self._send_failure(order.step, order.reason)
+            else:
+                self._end(replace(save, failure=save.failure or order.reason), b"")
         elif isinstance(order, FinishSave) and self._open is not None:
             self._end(self._open, data)
 
@@ -212,13 +215,17 @@ class SaveWriter:
         except Exception as error:
             save.fail(error)
         outcome: SaveOutcome | None = None
+        if self._settings.rank == 0:
+            self._unseen.append(save.stage)
         try:
             against = None if save.against is None else save.against.content
             head = json.dumps({"error": save.failure, "against": against}).encode() + b"\n"
             save.stage.hand_over(head + (b"" if receipt is None else notes + receipt.to_bytes()))
-            outcome = self._concluded(save) if self._settings.rank == 0 else save.stage.outcome()
+            outcome = save.stage.outcome() if self._settings.rank else self._concluded(save)
         except Exception as error:
             save.fail(error)
+            if self._settings.rank == 0:
+                self._give_up(save)
         published = outcome is not None and outcome.content is not None
         self._remember(save, outcome)
         if self._settings.rank:
@@ -256,13 +263,20 @@ class SaveWriter:
 
     def _concluded(self, save: OpenSave) -> SaveOutcome:
         """The outcome of a save, which rank 0 states to all ranks."""
-        self._unseen.append(save.stage)
         try:
             outcome = self._publish(save)
         except Exception as error:
             outcome = SaveOutcome(error=_text_of(error))
         save.stage.state(outcome)
         return outcome
+
+    def _give_up(self, save: OpenSave) -> None:
+        """Tell the other ranks that rank 0 cannot publish a save."""
+        try:
+            save.stage.state(SaveOutcome(error=save.failure))
+        except Exception:  # the disk is full: no rank waits for a folder that is gone
+            self._unseen.remove(save.stage)
+            save.stage.close(remove=True)
 
     def _publish(self, save: OpenSave) -> SaveOutcome:
         """Make a checkpoint of what all ranks have written, and publish it."""

@@ -136,7 +136,7 @@ class StagedSave:
             if _was_left(self._own("writing", writer)):
                 if (there := self._place.read(name)) is not None:
                     break
-                raise IncompleteError(f"the process that writes the saves of rank {writer} has ended")
+                raise IncompleteError(f"the process that writes the saves of rank {writer} has given up, or has ended")
             if not self.folder.is_dir():
                 raise IncompleteError("the folder in which ranks write the save was removed", where=self.folder)
             if time.monotonic() - begin > self.seconds():

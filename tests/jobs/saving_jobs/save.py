@@ -1,15 +1,19 @@
 """Save live runs, with their engines and with a Saver: `save.py OUT KIND...`.
 
-The kinds are those of `recording_jobs`. OUT/KIND/run.chain, or OUT/KIND/saves for a kind with `:folder`, has what the
+The kinds are those of `recording_jobs`. OUT/KIND/run.chain, or OUT/KIND-folder/saves for KIND:folder, has what the
 Saver saves at the steps `STEPS`; OUT/KIND/engine what the engine saves at the second of them. OUT/KIND/log.json has the
-losses after that step, of the run and of a new one that loads the save.
+losses after that step, of the run and of a new one that loads the save. Of KIND:failing, OUT/KIND-failing/saidRANK.json
+has what a rank is told of saves that fail.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ sys.path.extend(str(Path(__file__).resolve().parents[2] / room) for room in ("jo
 import torch
 from torch import distributed
 
+from ckpt_formats.core.errors import CkptError
 from ckpt_training import Saver, load
 from engines import ranks
 from filling_jobs.fill import kind_of
@@ -47,6 +52,33 @@ def save(kind: Kind, out: Path, in_folder: bool) -> None:
     (out / f"log{distributed.get_rank()}.json").write_text(json.dumps(log))
 
 
+def fail(kind: Kind, out: Path, in_folder: bool) -> None:
+    """Let rank 1 fail in several ways: what the handles of each rank say; called in every rank."""
+    rank, run, loader = distributed.get_rank(), start(kind), Loader(0)
+    said: list[str] = []
+    with Saver(run.model, run.optimizer, out / "run.chain", memory=1 << 20, stall_seconds=8.0, loader=loader) as saver:
+
+        def saved(step: int) -> None:
+            run.train(1)
+            handle = saver.save(step)
+            if rank == 1 and step == 3 and saver.writer_pid is not None:
+                os.kill(saver.writer_pid, signal.SIGKILL)
+            try:
+                said.append(handle.wait(60.0).kind)
+            except CkptError as error:
+                said.append(f"{type(error).__name__}: {error.what}")
+            distributed.barrier()
+
+        saved(1)
+        loader.is_broken = rank == 1
+        saved(2)
+        loader.is_broken = False
+        saved(3)
+        saved(40 if rank else 4)
+        saved(50)
+    (out / f"said{rank}.json").write_text(json.dumps(said))
+
+
 def resume(kind: Kind, out: Path, in_folder: bool) -> None:
     """Load the last save into a new run, and train; called in every rank."""
     log = json.loads((out / f"log{distributed.get_rank()}.json").read_text())
@@ -59,22 +91,39 @@ def resume(kind: Kind, out: Path, in_folder: bool) -> None:
     (out / "log.json").write_text(json.dumps(log))
 
 
+@dataclass
+class Loader:
+    """A part of which each rank has its own state."""
+
+    at: int
+    is_broken: bool = False
+
+    def state_dict(self) -> dict[str, int]:
+        if self.is_broken:
+            raise RuntimeError("no state now")
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"at": self.at}
+
+
 def parts_of(run: Run) -> dict[str, Any]:
     """What else is saved of a run. DeepSpeed's engine notes its own."""
-    return {
-        name: one for name, one in run.notes().items() if hasattr(one, "state_dict") and run.kind.engine != "deepspeed"
-    }
+    loader = Loader(distributed.get_rank())
+    if run.kind.engine == "deepspeed":
+        return {"loader": loader}
+    return {"loader": loader, **{name: one for name, one in run.notes().items() if hasattr(one, "state_dict")}}
 
 
 def main() -> int:
     out, failed = Path(sys.argv[1]).resolve(), 0
     for argument in sys.argv[2:]:
         name, _, folder = argument.partition(":")
-        kind, began = kind_of(name), time.monotonic()
+        kind, place, began = kind_of(name), out / argument.replace(":", "-"), time.monotonic()
         try:
-            for work in (save, resume):
-                run = partial(work, kind, out / kind.name, bool(folder))
-                ranks.run(kind.world, run, out / kind.name / work.__name__, join=joining(kind))
+            for work in (fail,) if folder == "failing" else (save, resume):
+                run = partial(work, kind, place, bool(folder))
+                ranks.run(kind.world, run, place / work.__name__, join=joining(kind))
             print(f"{kind.name}: {time.monotonic() - began:.1f} s", flush=True)
         except Exception as error:
             failed += 1
