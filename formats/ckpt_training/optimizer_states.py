@@ -126,7 +126,7 @@ class StatePlan:
             keys = {to_stored(name): name for name in sorted(in_source)}
         else:
             keys = {key: from_stored(key) for key in forms}
-            self.skipped |= {_label(names[0], name): None for name in in_source - set(keys.values()) - {_COUNT}}
+            self.skipped |= {_label(names[0], name): None for name in sorted(in_source - {*keys.values(), _COUNT})}
             existing = self.run.optimizers[tracked.optimizer].state.get(tracked.tensor, {})
             self._dropped += [(number, str(key)) for key in existing if str(key) not in forms]
         for key, name in keys.items():
