@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ckpt_recorder.callbacks import installed_class
 from ckpt_recorder.recorder import Recorder
+from ckpt_training.installed_classes import installed_class
 
 
 class HuggingFaceCallback(installed_class("transformers:TrainerCallback")):  # type: ignore[misc]

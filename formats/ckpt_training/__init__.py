@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt_training.dcp.reader import CkptReader
     from ckpt_training.dcp.writer import CkptWriter
+    from ckpt_training.engines.huggingface import HuggingFaceSaver
     from ckpt_training.inference import load_file
     from ckpt_training.loading import Loaded, load
     from ckpt_training.saver import SaveHandle, Saver, SaveResult, SaverWarning
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CkptReader",
     "CkptWriter",
+    "HuggingFaceSaver",
     "Loaded",
     "SaveHandle",
     "SaveResult",
@@ -28,6 +30,7 @@ __all__ = [
 _MODULES = {
     "CkptReader": "dcp.reader",
     "CkptWriter": "dcp.writer",
+    "HuggingFaceSaver": "engines.huggingface",
     "Loaded": "loading",
     "SaveHandle": "saver",
     "SaveResult": "saver",

@@ -23,9 +23,9 @@ from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import states
 from ckpt_formats.universal.gradients.record import FileHead, Kind
 from ckpt_formats.universal.gradients.segment import open_segment
-from ckpt_recorder import Bases, Recorder, RecorderWarning, callbacks
+from ckpt_recorder import Bases, Recorder, RecorderWarning
 from ckpt_recorder.record_file import RecordFile
-from ckpt_training import ranks
+from ckpt_training import installed_classes, ranks
 from ckpt_training.shares import equal_shares
 from ckpt_training.writing.ring import Ring
 
@@ -86,7 +86,7 @@ def test_callbacks_record_into_the_chain_of_their_own_working_directory(
 
 def without_trainer(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A copy of a module of callbacks, as if its trainer were not installed: to import one takes seconds."""
-    monkeypatch.setattr(callbacks, "installed_class", lambda *paths: object)
+    monkeypatch.setattr(installed_classes, "installed_class", lambda *paths: object)
     spec = find_spec(f"ckpt_recorder.{name}")
     assert spec is not None
     assert spec.loader is not None
