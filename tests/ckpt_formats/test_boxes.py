@@ -82,7 +82,9 @@ def test_sample_has_every_bit_by_this_program_and_by_the_page() -> None:
             assert xxhash.xxh3_128_hexdigest(reader.whole_values(*name.rsplit("/", 1))) == digest, name
 
 
-@pytest.mark.parametrize("target", ["universal", "torch", "safetensors", "deepspeed", "deepspeed-universal", "flax"])
+@pytest.mark.parametrize(
+    "target", ["universal", "torch", "safetensors", "dcp", "deepspeed", "deepspeed-universal", "flax"]
+)
 def test_convert_writes_the_same_files_of_boxes_as_of_whole_tensors(boxed: Path, tmp_path: Path, target: str) -> None:
     save(checkpoint_at(3), tmp_path / "whole", writable("universal"), resources=EFFORT)
     written = list[Mapping[str, bytes]]()

@@ -158,7 +158,7 @@ class RankPack:
         values: Path | None = None,
         earlier: RankValues | None = None,
         steps: Mapping[str, StepInfo] | None = None,
-        check: bool = False,
+        check: bool = True,
     ) -> None:
         """Begin the pack `number` (the rank, from 0 on) of the checkpoint that is built in `folder`.
 

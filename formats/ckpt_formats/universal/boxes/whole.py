@@ -3,11 +3,12 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, ErrorFigures, Parameter
-from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.tensor import Blob, FileBlob, FlatRangeBlob, Fragment, Tensor
+from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, FlatRangeBlob, Fragment, Tensor
 from ckpt_formats.core.views import ReshapedBlob
 from ckpt_formats.universal.boxes.table import BoxPlace, BoxTable
 from ckpt_formats.universal.error_figures import worst
@@ -195,12 +196,18 @@ def _fragments(place: BoxPlace, blob: Blob) -> Iterator[Fragment]:
         return
     at = 0
     for box in place.boxes():
-        if isinstance(blob, FileBlob):
-            yield Fragment(box, blob.flat(at, at + box.size).shaped(box.shape))
-        else:
-            part = blob.crop(Box((at,), (at + box.size,)))
-            yield Fragment(box, ReshapedBlob(part, box.shape, Box.whole(box.shape)))
+        yield Fragment(box, _run(blob, at, box.shape))
         at += box.size
+
+
+def _run(vector: Blob, at: int, shape: Shape) -> Blob:
+    """Elements of a vector from `at` on, in another shape."""
+    size = prod(shape)
+    if isinstance(vector, FileBlob):
+        return vector.flat(at, at + size).shaped(shape)
+    if isinstance(vector, DerivedBlob):  # so that others see of what it is derived
+        return DerivedBlob(vector.codec, _run(vector.base, at, shape), vector.dtype)
+    return ReshapedBlob(vector.crop(Box((at,), (at + size,))), shape, Box.whole(shape))
 
 
 def _cut_out(tensor: Tensor, place: BoxPlace) -> Tensor:
