@@ -333,36 +333,43 @@ def test_memory_does_not_grow_with_a_tensor(kind: str, tmp_path: Path) -> None:
 # What is verified
 
 
-@pytest.mark.parametrize("name", ["zero", "dcp", "hf"])
-def test_evidence_of_two_processes_finds_a_flipped_bit(name: str, tmp_path: Path) -> None:
-    """In whichever half it is; neither half alone has a whole range."""
-    copy = tmp_path / "run"
-    ckpt.copy(SOURCES[name], copy)
-    run = ckpt.open(copy)
+@pytest.mark.parametrize("name", ["zero", "dcp", "hf", "plain"])
+def test_evidence_of_three_processes_finds_a_flipped_bit(name: str, tmp_path: Path) -> None:
+    """In whichever part it is; no part alone has a whole range. Of `plain`, ranges are chunks with checksums."""
+    path = tmp_path / "run"
+    if name == "plain":
+        values = np.random.default_rng(0).standard_normal((1000, 900)).astype(np.float32)
+        ckpt.save(checkpoint([parameter("w", {"master": values})]), path)
+    else:
+        ckpt.copy(SOURCES[name], path)
+    run = ckpt.open(path)
     tensor = max((one for _, _, one in run.tensors()), key=lambda one: one.size)
     owner = next(one.name for one, _, t in run.tensors() if t is tensor)
-    read_halves(run)
-    for at in (3, tensor.size - 3):
+    read_in_thirds(run)
+    for at in (3, tensor.size // 2, tensor.size - 3):
         (place,) = tensor.flat[at : at + 1].sources()
         flip(place.path, place.offset)
         with pytest.raises(ckpt.CorruptError, match=f"{owner}`.* do not fit") as caught:
-            read_halves(ckpt.open(copy))
+            read_in_thirds(ckpt.open(path))
         assert caught.value.where == str(place.path)
         flip(place.path, place.offset)
-    read_halves(ckpt.open(copy))
+    read_in_thirds(ckpt.open(path))
 
 
-def read_halves(run: ckpt.Checkpoint) -> ckpt.types.Verification:
-    """Read all states in two processes, and verify them in one."""
-    readings = [ckpt.Reading(run, resources=ckpt.Resources(workers=1)) for _ in range(2)]
-    for reading, own in zip(readings, halves(run), strict=True):
+def read_in_thirds(run: ckpt.Checkpoint) -> None:
+    """Read all states in three processes, and verify them in one, of which the second joins what the third has."""
+    readings = [ckpt.Reading(run, resources=ckpt.Resources(workers=1)) for _ in range(3)]
+    for number, reading in enumerate(readings):
+        parts = [t.flat[t.size * number // 3 : t.size * (number + 1) // 3] for _, _, t in run.tensors()]
         with reading:
-            reading.fill([(one, np.empty(one.shape, one.dtype)) for one in own])
-    before = readings[0].nbytes
-    result = readings[0].verify([readings[1].evidence()])
+            reading.fill([(one, np.empty(one.shape, one.dtype)) for one in parts])
+    first, second, third = readings
+    before, evidence = first.nbytes, [second.evidence(), third.evidence()]
+    joined = second.evidence(evidence[1:])
+    result = first.verify(evidence)
+    assert first.verify([joined]) == first.verify([second.evidence([joined])]) == result
     assert result.seals > 0
-    assert readings[0].nbytes == before
-    return result
+    assert first.nbytes == before
 
 
 def test_ranges_that_nobody_needs_stay_unread_and_are_named() -> None:

@@ -4,8 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from ckpt.pipeline import seals_error
-from ckpt.reading.evidence import ReadEvidence, replaced
+from ckpt.reading.evidence import COVERED, FILE, ReadEvidence, Rows, replaced
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.coverage import Piece, union
 from ckpt_formats.core.errors import CorruptError, InvalidArgumentError
@@ -45,7 +47,8 @@ class JoinedEvidence:
         self._source = source
         self._known = {seal_number(seal): seal for seal in own_seals}
         self._checks = SealChecks(self._known)
-        self._covered: dict[int, list[Piece]] = {}
+        self._covered = [np.empty(0, COVERED)]
+        self._files = [np.empty(0, FILE)]
 
     def add(self, evidence: ReadEvidence, identities: Identities) -> None:
         """Add that of one process. `identities`: those of the checkpoint's files.
@@ -56,14 +59,33 @@ class JoinedEvidence:
         if path is not None:
             raise CorruptError("another process read another file at this path", where=path, hint=_REPLACED)
         table = evidence.checksums.table
+        numbers = np.unique(np.concatenate([table["seal"], evidence.covered["seal"]]))
+        most = np.array([self._seal(number).nbytes for number in numbers.tolist()], np.uint64)
         for rows in (table, evidence.covered):
-            for number, stop in zip(rows["seal"].tolist(), rows["stop"].tolist(), strict=True):
-                if stop > self._seal(number).nbytes:
-                    raise InvalidArgumentError("evidence of a reading: a range reaches beyond its seal")
+            if (rows["stop"] > most[np.searchsorted(numbers, rows["seal"])]).any():
+                raise InvalidArgumentError("evidence of a reading: a range reaches beyond its seal")
         self._checks.add(evidence.checksums)
-        for number, start, stop in evidence.covered.tolist():
-            pieces = self._covered.setdefault(number, [])
-            pieces.append(Piece(start, stop, 0))
+        self._covered.append(evidence.covered)
+        self._files.append(evidence.files)
+
+    def evidence(self) -> ReadEvidence:
+        """All of it as the evidence of one process, neighbours combined."""
+        open_numbers = [seal_number(checksum.seal) for checksum, _ in self._checks.undecided()]
+        rows = [(number, one.start, one.stop) for number in open_numbers for one in self._ranges_of(number)]
+        files = np.unique(np.concatenate(self._files))
+        return ReadEvidence(self._checks.evidence(), np.array(rows, COVERED), files)
+
+    def _ranges_of(self, number: int) -> list[Piece]:
+        """What was read of a sealed range."""
+        numbers, rows = self._sorted_ranges
+        low, high = (int(np.searchsorted(numbers, np.uint64(number), side)) for side in ("left", "right"))
+        return union(Piece(start, stop, 0) for _, start, stop in rows[low:high].tolist())
+
+    @cached_property
+    def _sorted_ranges(self) -> tuple[Rows, Rows]:
+        """What was read, by seals: the seals' numbers, (ranges,) uint64, and the rows, (ranges,) of `COVERED`."""
+        rows = np.sort(np.concatenate(self._covered), order=("seal", "start"))
+        return np.ascontiguousarray(rows["seal"]), rows
 
     def _seal(self, number: int) -> Seal:
         if number not in self._known:
@@ -101,7 +123,7 @@ class JoinedEvidence:
         return Verification(count, tuple(unverified), changed)
 
     def _is_nearly_read(self, seal: Seal) -> bool:
-        covered = sum(one.stop - one.start for one in union(self._covered.get(seal_number(seal), ())))
+        covered = sum(one.stop - one.start for one in self._ranges_of(seal_number(seal)))
         return seal.nbytes - covered <= max(_SMALL_REST, seal.nbytes // _SMALL_SHARE)
 
     def _damage(self, damaged: list[Seal]) -> CorruptError:

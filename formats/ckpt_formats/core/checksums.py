@@ -75,6 +75,10 @@ class Checksum(ABC):
         """The pieces, neighbours combined."""
         return union(pieces)
 
+    def stated(self, part: Piece) -> int:
+        """What evidence has as the checksum of a part that `checked` or `joined` returned: the inverse of `checked`."""
+        return part.checksum
+
     def is_right(self, whole: int) -> bool:
         """Whether the range fits of which `joined` made one piece with this checksum."""
         return whole == self.seal.digest
@@ -216,6 +220,10 @@ class HashOfChunks(Checksum):
         if digest_of(xxhash.xxh3_128_intdigest(self._stated(numbers.start, numbers.stop))) != part.checksum:
             raise MismatchError
         return Piece(part.start, part.stop, 0)
+
+    def stated(self, part: Piece) -> int:
+        numbers = self._numbers(part)
+        return digest_of(xxhash.xxh3_128_intdigest(self._stated(numbers.start, numbers.stop) if numbers else b""))
 
     def is_right(self, whole: int) -> bool:
         """Whether the checksums of the chunks that the file states fit: those of `joined` pieces are valid."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from ckpt_formats.core.checksums import Checksum, MismatchError, checksum_of, digest_of
 from ckpt_formats.core.coverage import Piece, union
-from ckpt_formats.core.evidence import NUMBER, Evidence, Numbers, seal_number
+from ckpt_formats.core.evidence import NUMBER, RANGE, Evidence, Numbers, seal_number
 from ckpt_formats.core.files import LazySeals, Reader, Seal
 
 _MANY = 64
@@ -89,6 +89,14 @@ class SealChecks:
         """The checksums that need more evidence, each with what is known of its range."""
         for state in self._partly.values():
             yield state.checksum, state.pieces
+
+    def evidence(self) -> Evidence:
+        """All of it as evidence for somebody else, neighbours combined."""
+        rows = [(number, 0, seal.nbytes, digest_of(seal.digest) ^ 1) for number, seal in self._damaged.items()]
+        for number, state in self._partly.items():
+            pieces = state.checksum.joined(state.pieces) or [Piece(0, 0, 0)]
+            rows += ((number, one.start, one.stop, state.checksum.stated(one)) for one in pieces)
+        return Evidence(np.array(rows, RANGE).tobytes(), self._matched.numbers.tobytes())
 
     def damaged(self, reader: Reader | None = None) -> Iterator[Seal]:
         """Yield the seals that are not valid. What nobody has read of the others is read. Raises as `Reader` does."""
@@ -208,14 +216,20 @@ class _NumberSet:
         self._recent = set[int]()
 
     def __contains__(self, number: int) -> bool:
-        if number in self._recent:
-            return True
+        if number in self._recent or not self._sorted.size:
+            return number in self._recent
         at = int(np.searchsorted(self._sorted, np.uint64(number)))
         return at < len(self._sorted) and int(self._sorted[at]) == number
 
     def __len__(self) -> int:
         self._sort()
         return len(self._sorted)
+
+    @property
+    def numbers(self) -> Numbers:
+        """All of them, ascending: (numbers,) uint64."""
+        self._sort()
+        return self._sorted
 
     def update(self, numbers: Iterable[int]) -> None:
         self._recent.update(numbers)
