@@ -15,7 +15,7 @@ from ckpt.job import save
 from ckpt.pipeline import Execution
 from ckpt_codecs.delta import StepInfo
 from ckpt_formats.core.checkpoint import Origin
-from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError, OutputError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import read
@@ -276,6 +276,11 @@ def test_a_pack_takes_the_next_bytes_only(tmp_path: Path) -> None:
                 pack.add(0, state, offset, bytes(count))
         with pytest.raises(InvalidArgumentError, match="bytes of `master` were not added"):
             pack.finish()
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="cannot be written"):
+        RankPack(tmp_path / "file", 0, [own], save="s")
+    with pytest.raises(OutputError, match="cannot be written"):
+        RankPack(tmp_path / "saved", 0, [own], save="s", values=tmp_path / "file" / "values")
     with pytest.raises(InvalidArgumentError, match="no box of `bias`"):
         box("bias", {"master": "float32"}, (3,), (6,))
     with pytest.raises(InvalidArgumentError, match="two boxes have the same elements"):

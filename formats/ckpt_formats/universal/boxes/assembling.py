@@ -10,6 +10,7 @@ import numpy as np
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Group, Origin
 from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError
+from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.text import printable
@@ -48,7 +49,8 @@ def assemble(
 
     `parent`: the checkpoint of the save before, if packs have deltas. To publish the folder, by renaming it, is the
     caller's part. Raises `IncompleteError` if a pack is missing, or boxes do not have all elements of a state exactly
-    once; `InvalidArgumentError` for receipts of several saves, or a group or alias of an unknown parameter.
+    once; `InvalidArgumentError` for receipts of several saves, or a group or alias of an unknown parameter;
+    `OutputError` if the files cannot be written.
     """
     receipts = _of_one_save(folder, receipts)
     boxes = [box for receipt in receipts for box in receipt.places]
@@ -81,7 +83,10 @@ def assemble(
         if parent is None:
             raise InvalidArgumentError("packs have deltas, and no parent is given")
         result = replace(result, parent=parent)
-    _write(folder, result)
+    try:
+        _write(folder, result)
+    except OSError as error:
+        raise unwritable(error, folder) from error
     return result
 
 

@@ -8,8 +8,8 @@ checkpoint. The local values serve the next save: its deltas are against them, s
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -26,6 +26,7 @@ from ckpt_formats.core.encoding import AUTO, EncodingOptions
 from ckpt_formats.core.errors import CkptError, InvalidArgumentError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.own_folder import create_own
 from ckpt_formats.core.publish import flush
 from ckpt_formats.core.tensor import FileBlob, Tensor
@@ -174,7 +175,7 @@ class RankPack:
             check: Decode what was encoded, and compare.
 
         Raises `InvalidArgumentError` for two boxes of a rank with the same elements of a state, or if `values` is
-        missing.
+        missing; `OutputError` if a file cannot be created.
         """
         if values is None and (codec is not None or earlier is not None):
             raise InvalidArgumentError("a pack with a codec, or with deltas, needs a local file for its values")
@@ -183,7 +184,6 @@ class RankPack:
         self._number = number
         self._save = save
         self._path = folder / pack_file(number)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._earlier = earlier
         self._steps = steps or {}
         self._coding = _options(codec, earlier, check)
@@ -192,19 +192,22 @@ class RankPack:
         self._values = self._path if values is None else values
         own = [_parameter(box, box.name(number), self._values) for box in boxes]
         _check_distinct(boxes, own)
-        self._stack = ExitStack()
-        self._out = self._stack.enter_context(PackFile(self._path, number, header_nbytes(own, self._coding, {})))
-        at = self._out.header_nbytes if values is None else 0
-        self._boxes, end = _placed(boxes, own, self._values, at, values is None)
-        if values is None:
-            self._out.reserve(end - at)
-        else:
-            self._file = create_own(values)
-            self._stack.callback(os.close, self._file)
-            reader = self._stack.enter_context(Reader(check=False))
-            self._transfer = self._stack.enter_context(Transfer(reader))
-            self._writer = StatesWriter(self._out, self._transfer, self._coding)
         self._is_plain = values is None
+        with ExitStack() as stack:
+            with _written(self._path):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._out = stack.enter_context(PackFile(self._path, number, header_nbytes(own, self._coding, {})))
+            at = self._out.header_nbytes if values is None else 0
+            self._boxes, end = _placed(boxes, own, self._values, at, self._is_plain)
+            if values is None:
+                self._out.reserve(end - at)
+            else:
+                with _written(values):
+                    self._file = create_own(values)
+                stack.callback(os.close, self._file)
+                self._transfer = stack.enter_context(Transfer(stack.enter_context(Reader(check=False))))
+                self._writer = StatesWriter(self._out, self._transfer, self._coding)
+            self._stack = stack.pop_all()
         self._entries: dict[str, ParameterEntry] = {}
 
     def __enter__(self) -> "RankPack":
@@ -217,7 +220,8 @@ class RankPack:
         """Add the bytes of a state of the box with this number, from byte `offset` of the state on.
 
         Boxes and states may come in any order; the bytes of one state come front to back. Values are little-endian, in
-        C order. Raises `InvalidArgumentError` for bytes that are not the next ones of a state.
+        C order. Raises `InvalidArgumentError` for bytes that are not the next ones of a state, `OutputError` if they
+        cannot be written.
         """
         opened = self._boxes[box]
         own = opened.states.get(state)
@@ -226,21 +230,27 @@ class RankPack:
             raise InvalidArgumentError(
                 f"box {box}: bytes {offset} to {offset + len(view)} are not the next ones of `{printable(state)}`"
             )
-        if self._is_plain:
-            self._out.write_at(view, own.offset + offset)
-            assert own.digests is not None
-            own.digests.add(np.frombuffer(view, np.uint8))
-        else:
-            write_at(self._file, view, own.offset + offset)
+        with _written(self._path if self._is_plain else self._values):
+            if self._is_plain:
+                self._out.write_at(view, own.offset + offset)
+                assert own.digests is not None
+                own.digests.add(np.frombuffer(view, np.uint8))
+            else:
+                write_at(self._file, view, own.offset + offset)
         own.received += len(view)
-        if not self._is_plain and all(one.is_complete for one in opened.states.values()):
-            self._encode(opened)
+        if not self._is_plain and not opened.is_written and all(one.is_complete for one in opened.states.values()):
+            with _written(self._path):
+                self._encode(opened)
 
     def finish(self) -> PackReceipt:
         """Write what is left and the header, and flush the pack to the disk. Returns what the index needs.
 
-        Raises `InvalidArgumentError` if bytes of a state were not added.
+        Raises `InvalidArgumentError` if bytes of a state were not added, `OutputError` if they cannot be written.
         """
+        with _written(self._path):
+            return self._finish()
+
+    def _finish(self) -> PackReceipt:
         for opened in self._boxes:
             lacking = next((state for state, own in opened.states.items() if not own.is_complete), None)
             if lacking is not None:
@@ -313,6 +323,15 @@ class RankPack:
     def _share_since(self, mark: Mark, parameter: Parameter) -> float:
         """Bytes that were written since a mark, for each byte of a parameter."""
         return (self._out.position - mark.position) / parameter.nbytes
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """Raise `OutputError` for what the system refuses to write at a path."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(error, path) from error
 
 
 @dataclass(frozen=True)
