@@ -23,6 +23,10 @@ from ckpt_training.matching import Matching
 from ckpt_training.plain_values import PlainValues
 
 _COUNT = "step"
+_COUNTING_IN_GROUPS = ("apex.optimizers.", "transformer_engine.")
+"""The packages whose optimizers count the steps of a group, not of each tensor."""
+_COUNTING_IN_NUMBERS = ("bitsandbytes.", "deepspeed.ops.")
+"""The packages whose optimizers count in numbers of Python."""
 _SIDE = 3
 """The length of each axis of a probed tensor."""
 
@@ -71,6 +75,8 @@ class StatePlan:
     _planned: list[PlannedState] = field(default_factory=list)
     _dropped: list[tuple[int, str | None]] = field(default_factory=list)
     """States that the run had not at that step, by the number of the tensor and the key; None: all."""
+    _counts_of_groups: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The number of steps of each group that counts them, by optimizer and group."""
     _probed: dict[tuple[Any, ...], Mapping[str, ExpectedState] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -92,6 +98,12 @@ class StatePlan:
                 states.pop(tracked.tensor, None)
             elif tracked.tensor in states:
                 states[tracked.tensor].pop(key, None)
+        for (number, at), count in self._counts_of_groups.items():
+            group = self.run.groups_of(number)[at]
+            if isinstance(group.get(_COUNT), torch.Tensor):
+                group[_COUNT].fill_(count)
+            else:
+                group[_COUNT] = count
         for one in self._planned:
             tracked = self.run.tensors[one.number]
             state = self.run.optimizers[tracked.optimizer].state[tracked.tensor]
@@ -121,6 +133,8 @@ class StatePlan:
             self.fresh |= dict.fromkeys(one.name for one in stored)
             self._dropped.append((number, None))
             return
+        if self._module_of(number).startswith(_COUNTING_IN_GROUPS):
+            self._count_group(number, stored)
         forms = self._forms_of(number, in_source)
         if forms is None:
             keys = {to_stored(name): name for name in sorted(in_source)}
@@ -137,15 +151,12 @@ class StatePlan:
     ) -> Iterator[PlannedState]:
         """A state by its name in the optimizer and in the library. `form`: None if the optimizer is not known."""
         if key == _COUNT:
-            counts = {count for one in stored if (count := one.count) is not None}
-            if len(counts) > 1:
-                raise UnsupportedError(
-                    f"the tensor with `{names[0]}` is stepped as one, but its parameters had {sorted(counts)} steps"
-                )
-            if counts:
-                yield PlannedState(number, key, value=_count_like(form, counts.pop()))
-            elif form is not None:
+            count, package = self._count_of(number, stored), self._module_of(number)
+            if count is None and form is not None:
                 self.matching.mismatches.missing[_label(names[0], name)] = None
+            elif count is not None and not package.startswith(_COUNTING_IN_GROUPS):
+                in_number = form is None and package.startswith(_COUNTING_IN_NUMBERS)
+                yield PlannedState(number, key, value=int(count) if in_number else _count_like(form, count))
             return
         first = stored[0] if stored else None
         in_states = first is not None and name in first.states
@@ -164,6 +175,30 @@ class StatePlan:
             yield PlannedState(number, key, value=self._whole(number, first, name, form))
         else:
             self.matching.mismatches.missing[_label(names[0], name)] = None
+
+    def _module_of(self, number: int) -> str:
+        """The module of the class of a tensor's optimizer."""
+        return type(self.run.optimizers[self.run.tensors[number].optimizer]).__module__
+
+    def _count_of(self, number: int, stored: list[Parameter]) -> int | float | None:
+        """The number of steps of a tensor. Raises `UnsupportedError` if its parameters had different ones."""
+        counts = {count for one in stored if (count := one.count) is not None}
+        if len(counts) > 1:
+            raise UnsupportedError(
+                f"the tensor with `{stored[0].name}` is stepped as one, but its parameters had {sorted(counts)} steps"
+            )
+        return counts.pop() if counts else None
+
+    def _count_group(self, number: int, stored: list[Parameter]) -> None:
+        """Note the number of steps of a group that counts them. Raises `UnsupportedError` as `_count_of`."""
+        count, tracked = self._count_of(number, stored), self.run.tensors[number]
+        if count is None:
+            return
+        if self._counts_of_groups.setdefault((tracked.optimizer, tracked.group), int(count)) != count:
+            raise UnsupportedError(
+                f"the optimizer counts the steps of a group, but `{stored[0].name}` had other steps than parameters "
+                "before it"
+            )
 
     def _whole(self, number: int, stored: Parameter, name: str, form: ExpectedState | None) -> Any:
         """A state that has another shape than its tensor, or is no tensor."""

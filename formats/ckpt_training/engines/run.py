@@ -270,7 +270,8 @@ def count_of(run: TrackedRun, number: int) -> int:
     state = run.optimizers[one.optimizer].state.get(one.tensor, {})
     if not state:
         return 0
-    step = state.get("step", 1)  # SGD does not count; only its first step differs from the others
+    of_group = run.groups_of(one.optimizer)[one.group].get("step", 1)  # optimizers of Apex count the steps of groups
+    step = state.get("step", of_group)  # SGD does not count; only its first step differs from the others
     return int(step.item() if isinstance(step, torch.Tensor) else step)
 
 
