@@ -58,7 +58,7 @@ def test_a_save_has_the_bits_of_the_engines_own_checkpoint(kind: str, saved: Pat
 
 def test_a_rank_that_fails_fails_the_save_of_all_ranks_and_the_next_one_is_whole(saved: Path) -> None:
     folder = saved / "ddp-failing"
-    first, second = (json.loads((folder / f"said{rank}.json").read_text()) for rank in (0, 1))
+    first, second = (json.loads((folder / f"messages{rank}.json").read_text()) for rank in (0, 1))
     assert [one[0] for one in (first, second)] == ["base", "base"]
     assert "step 2 is not saved: rank 1: RuntimeError: no state now" in first[1]
     assert "step 2 is not saved: RuntimeError: no state now" in second[1]

@@ -2,7 +2,7 @@
 
 The kinds are those of `recording_jobs`. OUT/KIND/run.chain, or OUT/KIND-folder/saves for KIND:folder, has what the
 Saver saves at the steps `STEPS`; OUT/KIND/engine what the engine saves at the second of them. OUT/KIND/log.json has the
-losses after that step, of the run and of a new one that loads the save. Of KIND:failing, OUT/KIND-failing/saidRANK.json
+losses after that step, of the run and of a new one that loads the save. Of KIND:failing, OUT/KIND-failing/messagesRANK.json
 has what a rank is told of saves that fail.
 """
 
@@ -55,7 +55,7 @@ def save(kind: Kind, out: Path, in_folder: bool) -> None:
 def fail(kind: Kind, out: Path, in_folder: bool) -> None:
     """Let rank 1 fail in several ways: what the handles of each rank say; called in every rank."""
     rank, run, loader = distributed.get_rank(), start(kind), Loader(0)
-    said: list[str] = []
+    messages: list[str] = []
     with Saver(run.model, run.optimizer, out / "run.chain", memory=1 << 20, stall_seconds=8.0, loader=loader) as saver:
 
         def saved(step: int) -> None:
@@ -64,9 +64,9 @@ def fail(kind: Kind, out: Path, in_folder: bool) -> None:
             if rank == 1 and step == 3 and saver.writer_pid is not None:
                 os.kill(saver.writer_pid, signal.SIGKILL)
             try:
-                said.append(handle.wait(60.0).kind)
+                messages.append(handle.wait(60.0).kind)
             except CkptError as error:
-                said.append(f"{type(error).__name__}: {error.what}")
+                messages.append(f"{type(error).__name__}: {error.what}")
             distributed.barrier()
 
         saved(1)
@@ -76,7 +76,7 @@ def fail(kind: Kind, out: Path, in_folder: bool) -> None:
         saved(3)
         saved(40 if rank else 4)
         saved(50)
-    (out / f"said{rank}.json").write_text(json.dumps(said))
+    (out / f"messages{rank}.json").write_text(json.dumps(messages))
 
 
 def resume(kind: Kind, out: Path, in_folder: bool) -> None:
