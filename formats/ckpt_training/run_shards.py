@@ -88,7 +88,7 @@ def states_of(run: TrackedRun, number: int) -> Iterator[LocalShard]:
     """This rank's memory of the states that the optimizer has of a tensor, of the elements that are in the tensor."""
     one = run.tensors[number]
     for name, value in run.optimizers[one.optimizer].state.get(one.tensor, {}).items():
-        if not isinstance(value, torch.Tensor) or not value.dim():
+        if not isinstance(value, torch.Tensor) or not (value.dim() or is_of_elements(one, name, value)):
             continue
         other = run.state_parts(number, str(name))
         if other is not None:

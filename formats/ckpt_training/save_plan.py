@@ -115,10 +115,12 @@ class SavePlan:
 
     def _states_of_other_shapes(self, run: TrackedRun) -> Iterator[tuple[Piece, LocalShard]]:
         """The states of optimizers that have another shape than their tensors, such as factors of Adafactor."""
-        for one in run.tensors:
+        for number, one in enumerate(run.tensors):
             for name, value in run.optimizers[one.optimizer].state.get(one.tensor, {}).items():
                 if not isinstance(value, torch.Tensor) or not value.dim() or value.shape == one.tensor.shape:
                     continue
+                if run.state_parts(number, str(name)) is not None:
+                    continue  # it consists of parameters
                 part, state = next(iter(one.all_parts), None), from_stored(str(name))
                 has_all = part is not None and part.size == prod(part.shape) == one.tensor.numel()
                 if part is None or not has_all or is_composite(value):

@@ -22,6 +22,7 @@ from ckpt_formats.core.errors import CkptError, InvalidArgumentError, OutputErro
 from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import PARTIAL
+from ckpt_formats.registry.published import is_unfinished
 from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal.chain import folder as chain_folder
 from ckpt_training import ranks
@@ -158,8 +159,6 @@ class Saver:
         self._is_closed, self._random = False, RandomStates()
         rank, world = ranks.rank_and_world()
         with ranks.together():
-            if is_remote(self._target):
-                raise UnsupportedError("saves go into a folder; stores are not supported yet", where=str(target))
             check_initialized(model)
             self._run = tracked_run(model, optimizer, rank, has_begun=False)
         self._plan = agree(self._run)
@@ -368,18 +367,22 @@ def _check(
 
 def _prepare(target: Any) -> None:
     """Make the folder, and remove what killed runs have left there. Raises `OutputError`, `LockedError`."""
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"the folder cannot be made: {error.strerror}", where=target) from error
+    if not is_remote(target):
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"the folder cannot be made: {error.strerror}", where=target) from error
     if is_chain(target):
         if chain_folder.peek(target) is not None:
             with change(target, Execution(workers=1), wait=10.0) as place:
                 place.remove_leftovers()
         return
-    for left in target.glob(f".step-*{PARTIAL}"):
+    left = [one.name[1 : -len(PARTIAL)] for one in target.glob(f".step-*{PARTIAL}")]
+    if is_remote(target) and target.is_dir():
+        left = [one.name for one in target.iterdir() if is_unfinished(one)]
+    for name in left:
         with suppress(CkptError):
-            clean(target / left.name[1 : -len(PARTIAL)])
+            clean(target / name)
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Saves of live runs of real engines have what the engines' own checkpoints have, and runs go on from them."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +13,30 @@ from ckpt.pipeline import Execution
 from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import file
 from engines.launch import run_script
+from object_stores import BUCKET, moto, reached
 from saving_jobs.steps import STEPS
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
-KINDS = ("ddp:folder", "ddp:failing", "hsdp_2x2", "fsdp1_flat_2x2", "zero1", "zero3")
+KINDS = ("ddp:folder", "ddp:failing", "fsdp2:store", "hsdp_2x2", "fsdp1_flat_2x2", "zero1", "zero3")
 SCRIPT = Path(__file__).parents[1] / "jobs/saving_jobs/save.py"
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all saved runs."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of all saved runs, for a user of the store that has the others."""
     out = tmp_path_factory.mktemp("saved")
-    run_script(SCRIPT, [str(out), *KINDS], len(KINDS))
-    return out
+    with moto() as server, reached(server):
+        run_script(SCRIPT, [str(out), *KINDS], len(KINDS))
+        yield out
 
 
 @pytest.mark.parametrize("kind", [name.replace(":", "-") for name in KINDS if name != "ddp:failing"])
 def test_a_save_has_the_bits_of_the_engines_own_checkpoint(kind: str, saved: Path) -> None:
     folder = saved / kind
-    is_chain = (folder / "run.chain").exists()
-    path = f"{folder / 'run.chain'}@{STEPS[1]}" if is_chain else folder / f"saves/step-{STEPS[1]:08d}"
+    target = f"s3://{BUCKET}/{kind}/run.chain" if kind.endswith("-store") else f"{folder / 'run.chain'}"
+    is_chain = not kind.endswith("-folder")
+    path = f"{target}@{STEPS[1]}" if is_chain else folder / f"saves/step-{STEPS[1]:08d}"
     save, own = ckpt.open(path), ckpt.open(folder / "engine")
 
     def values(checkpoint: ckpt.Checkpoint) -> dict[tuple[str, str], Any]:

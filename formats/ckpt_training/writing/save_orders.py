@@ -13,6 +13,7 @@ from ckpt_training.writing.orders import End
 
 MODULE = "ckpt_training.writing.save_process"
 """The module that the process runs."""
+_CHAIN = ".chain"
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,17 @@ class SaveSettings:
 
     @property
     def path(self) -> Path:
+        """The path of the target; that of a store shows what is there now."""
         return target_path(self.target)
 
     @property
     def is_chain(self) -> bool:
-        return is_chain(self.path)
+        return self.target.rstrip("/").endswith(_CHAIN)
 
 
 def is_chain(target: Path) -> bool:
     """Return whether saves become members of a chain, by the name of the target."""
-    return target.suffix == ".chain"
+    return target.name.endswith(_CHAIN)
 
 
 def path_of_step(target: Path, step: int) -> Path | StorePath:

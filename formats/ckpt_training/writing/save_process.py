@@ -26,7 +26,8 @@ from ckpt.pipeline import Execution
 from ckpt.pipeline.scratch import scratch_folder
 from ckpt_codecs.delta import StepInfo
 from ckpt_formats.core.errors import CkptError, IncompleteError, InvalidArgumentError, OutputError
-from ckpt_formats.universal.boxes import PackReceipt, RankPack, RankValues, assemble
+from ckpt_formats.core.store_path import is_remote
+from ckpt_formats.universal.boxes import PackReceipt, RankPack, RankValues
 from ckpt_formats.universal.chain.file import ChainIndex
 from ckpt_formats.universal.manifest import Manifest, Parent
 from ckpt_training.writing.orders import End, decode_order
@@ -42,7 +43,8 @@ from ckpt_training.writing.save_orders import (
     box_of_row,
     path_of_step,
 )
-from ckpt_training.writing.staged_save import SaveOutcome, StagedSave
+from ckpt_training.writing.staged_save import FolderSave, SaveOutcome, StagedSave
+from ckpt_training.writing.stored_save import StoredSave
 from ckpt_training.writing.trainer_messages import IDLE_SECONDS, MessagesEnd, TrainerMessages, reason_of
 
 _ORPHAN_SECONDS = 10.0
@@ -143,7 +145,8 @@ class SaveWriter:
         return self._settings.seconds if os.getppid() == self._trainer else _ORPHAN_SECONDS
 
     def _stage(self, step: int) -> StagedSave:
-        return StagedSave(self._settings, step, self._seconds)
+        kind = StoredSave if is_remote(self._settings.path) else FolderSave
+        return kind(self._settings, step, self._seconds, self._scratch)
 
     def _opened(self, order: BeginSave) -> OpenSave:
         if self._settings.deltas and self._last is not None:
@@ -209,9 +212,11 @@ class SaveWriter:
     def _finish(self, save: OpenSave, notes: bytes) -> None:
         """Write the rest, and take part in the publication. Reports how the save ended."""
         receipt: PackReceipt | None = None
+        tag = ""
         try:
             if save.failure is None and save.pack is not None:
                 receipt = save.pack.finish()
+                tag = save.stage.deliver(receipt)
         except Exception as error:
             save.fail(error)
         outcome: SaveOutcome | None = None
@@ -219,7 +224,7 @@ class SaveWriter:
             self._unseen.append(save.stage)
         try:
             against = None if save.against is None else save.against.content
-            head = json.dumps({"error": save.failure, "against": against}).encode() + b"\n"
+            head = json.dumps({"error": save.failure, "against": against, "tag": tag}).encode() + b"\n"
             save.stage.hand_over(head + (b"" if receipt is None else notes + receipt.to_bytes()))
             outcome = save.stage.outcome() if self._settings.rank else self._concluded(save)
         except Exception as error:
@@ -281,7 +286,7 @@ class SaveWriter:
     def _publish(self, save: OpenSave) -> SaveOutcome:
         """Make a checkpoint of what all ranks have written, and publish it."""
         stage, receipts, notes = save.stage, list[PackReceipt](), list[RankNotes]()
-        against = set[str]()
+        against, tags = set[str](), list[str]()
         for rank, body in enumerate(stage.receipts()):
             head, _, rest = body.partition(b"\n")
             fields = json.loads(head)
@@ -289,9 +294,10 @@ class SaveWriter:
                 reason = fields["error"]
                 raise IncompleteError(f"rank {rank}: {reason}" if self._settings.ranks > 1 else reason)
             against |= {fields["against"]} - {None}
+            tags.append(fields["tag"])
             line, _, receipt = rest.partition(b"\n")
             notes.append(RankNotes.from_bytes(line))
-            receipts.append(PackReceipt.from_bytes(receipt, stage.folder))
+            receipts.append(PackReceipt.from_bytes(receipt, stage.target))
         if len({one.step for one in notes}) > 1:
             raise InvalidArgumentError(f"ranks save different steps: {sorted({one.step for one in notes})}")
         before = self._published
@@ -300,11 +306,11 @@ class SaveWriter:
         parent = None
         if against and before is not None:
             parent = Parent(before.content, f"../{path_of_step(self._settings.path, before.step).name}")
-        manifest = assemble(stage.data, receipts, merged(notes, stage.folder), parent)
+        manifest = stage.assemble(receipts, tags, merged(notes, stage.target), parent)
         if self._settings.is_chain:
             self._append(stage, manifest)
         else:
-            stage.publish(stage.target)
+            stage.publish()
         return SaveOutcome(manifest.content, "base" if manifest.parent is None else "delta")
 
     def _append(self, stage: StagedSave, manifest: Manifest) -> None:
@@ -322,15 +328,15 @@ class SaveWriter:
                 raise OutputError(
                     "another process has changed the chain since the last save", where=self._settings.path
                 )
-            stage.publish(stage.target)
+            stage.publish()
             try:
-                member = member_of(stage.target, manifest, stage.step)
+                member = member_of(place.look() / stage.target.name, manifest, stage.step)
                 place.replace(ChainIndex((*chain.members, member), chain.segments))
             except BaseException:
-                place.remove([stage.target])
+                place.remove([place.look() / stage.target.name])
                 raise
             if chain.tip is not None:
-                place.remove_unneeded([self._settings.path / chain.tip.folder])
+                place.remove_unneeded([place.look() / chain.tip.folder])
 
     def _remove_seen(self) -> None:
         for stage in [one for one in self._unseen if one.was_seen()]:

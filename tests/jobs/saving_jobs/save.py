@@ -1,9 +1,11 @@
 """Save live runs, with their engines and with a Saver: `save.py OUT KIND...`.
 
-The kinds are those of `recording_jobs`. OUT/KIND/run.chain, or OUT/KIND-folder/saves for KIND:folder, has what the
-Saver saves at the steps `STEPS`; OUT/KIND/engine what the engine saves at the second of them. OUT/KIND/log.json has the
-losses after that step, of the run and of a new one that loads the save. Of KIND:failing, OUT/KIND-failing/messagesRANK.json
-has what a rank is told of saves that fail.
+The kinds are those of `recording_jobs`. OUT/KIND/run.chain has what the Saver saves at the steps `STEPS`;
+OUT/KIND/engine what the engine saves at the second of them. OUT/KIND/log.json has the losses after the last one, of the
+run and of a new one that loads the save.
+
+KIND:folder saves into OUT/KIND-folder/saves, KIND:store into a bucket. Of KIND:failing,
+OUT/KIND-failing/messagesRANK.json has the messages of saves that fail.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ from recording_jobs.train import joining
 from saving_jobs.steps import AFTER, STEPS
 
 
-def save(kind: Kind, out: Path, in_folder: bool) -> None:
+def save(kind: Kind, out: Path, where: str) -> None:
     """Train and save; called in every rank."""
     run = start(kind)
-    target = out / ("saves" if in_folder else "run.chain")
+    target = target_of(out, where)
     handles = []
     with Saver(run.model, run.optimizer, target, memory=1 << 20, stall_seconds=60.0, **parts_of(run)) as saver:
         for step in range(1, STEPS[-1] + 1):
@@ -52,7 +54,11 @@ def save(kind: Kind, out: Path, in_folder: bool) -> None:
     (out / f"log{distributed.get_rank()}.json").write_text(json.dumps(log))
 
 
-def fail(kind: Kind, out: Path, in_folder: bool) -> None:
+def target_of(out: Path, where: str) -> Any:
+    return f"s3://bucket/{out.name}/run.chain" if where == "store" else out / ("saves" if where else "run.chain")
+
+
+def fail(kind: Kind, out: Path, where: str) -> None:
     """Let rank 1 fail in several ways: what the handles of each rank say; called in every rank."""
     rank, run, loader = distributed.get_rank(), start(kind), Loader(0)
     messages: list[str] = []
@@ -79,11 +85,12 @@ def fail(kind: Kind, out: Path, in_folder: bool) -> None:
     (out / f"messages{rank}.json").write_text(json.dumps(messages))
 
 
-def resume(kind: Kind, out: Path, in_folder: bool) -> None:
+def resume(kind: Kind, out: Path, where: str) -> None:
     """Load the last save into a new run, and train; called in every rank."""
     log = json.loads((out / f"log{distributed.get_rank()}.json").read_text())
     run = start(kind, seed=1)
-    source: Any = out / f"saves/step-{STEPS[-1]:08d}" if in_folder else f"{out / 'run.chain'}@{STEPS[-1]}"
+    target = target_of(out, where)
+    source: Any = f"{target}@{STEPS[-1]}" if str(target).endswith(".chain") else target / f"step-{STEPS[-1]:08d}"
     load(source, run.model, run.optimizer, **parts_of(run))
     assert torch.get_rng_state().tolist() == log.pop("state")
     run.step = STEPS[-1]
@@ -122,7 +129,7 @@ def main() -> int:
         kind, place, began = kind_of(name), out / argument.replace(":", "-"), time.monotonic()
         try:
             for work in (fail,) if folder == "failing" else (save, resume):
-                run = partial(work, kind, place, bool(folder))
+                run = partial(work, kind, place, folder)
                 ranks.run(kind.world, run, place / work.__name__, join=joining(kind))
             print(f"{kind.name}: {time.monotonic() - began:.1f} s", flush=True)
         except Exception as error:

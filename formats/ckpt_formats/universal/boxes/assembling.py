@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -43,16 +44,22 @@ class CheckpointNotes:
 
 
 def assemble(
-    folder: Path, receipts: Sequence[PackReceipt], notes: CheckpointNotes, parent: Parent | None = None
+    folder: Path,
+    receipts: Sequence[PackReceipt],
+    notes: CheckpointNotes,
+    parent: Parent | None = None,
+    *,
+    packs_elsewhere: bool = False,
 ) -> Manifest:
     """Write the index and the manifest of a checkpoint whose packs are all in `folder`, and flush them.
 
+    `packs_elsewhere`: the packs are in a store, and the caller compares their sizes with the receipts.
     `parent`: the checkpoint of the save before, if packs have deltas. To publish the folder, by renaming it, is the
     caller's part. Raises `IncompleteError` if a pack is missing, or boxes do not have all elements of a state exactly
     once; `InvalidArgumentError` for receipts of several saves, or a group or alias of an unknown parameter;
     `OutputError` if the files cannot be written.
     """
-    receipts = _of_one_save(folder, receipts)
+    receipts = _of_one_save(folder, receipts, packs_elsewhere)
     boxes = [box for receipt in receipts for box in receipt.places]
     names = list(dict.fromkeys([*notes.order, *(name for name, _ in boxes)]))
     numbers = {name: number for number, name in enumerate(names)}
@@ -90,7 +97,7 @@ def assemble(
     return result
 
 
-def _of_one_save(folder: Path, receipts: Sequence[PackReceipt]) -> list[PackReceipt]:
+def _of_one_save(folder: Path, receipts: Sequence[PackReceipt], packs_elsewhere: bool) -> list[PackReceipt]:
     """The receipts by number, with all packs there. Raises as `assemble`."""
     in_order = sorted(receipts, key=lambda receipt: receipt.number)
     saves = {receipt.save for receipt in in_order}
@@ -99,7 +106,7 @@ def _of_one_save(folder: Path, receipts: Sequence[PackReceipt]) -> list[PackRece
     numbers = [receipt.number for receipt in in_order]
     if numbers != list(range(len(numbers))):
         raise IncompleteError(f"receipts of the packs {numbers}, which are not all from 0 on", where=folder, hint=_HINT)
-    for receipt in in_order:
+    for receipt in () if packs_elsewhere else in_order:
         pack = pack_path(folder, receipt.number)
         if not pack.is_file() or pack.stat().st_size != receipt.pack.nbytes:
             raise IncompleteError("the pack is not as its receipt states", where=pack)
@@ -132,5 +139,6 @@ def _write(folder: Path, result: Manifest) -> None:
     flush(folder / manifest.INDEX)
     flush(draft)
     os.replace(draft, folder / manifest.NAME)
-    flush(folder / "packs")
+    with suppress(FileNotFoundError):  # the packs are in a store
+        flush(folder / "packs")
     flush(folder)
