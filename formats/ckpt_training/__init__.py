@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ckpt_training.dcp.reader import CkptReader
     from ckpt_training.dcp.writer import CkptWriter
     from ckpt_training.engines.huggingface import HuggingFaceSaver
+    from ckpt_training.engines.lightning import LightningSaver
     from ckpt_training.inference import load_file
     from ckpt_training.loading import Loaded, load
     from ckpt_training.saver import SaveHandle, Saver, SaveResult, SaverWarning
@@ -18,6 +19,7 @@ __all__ = [
     "CkptReader",
     "CkptWriter",
     "HuggingFaceSaver",
+    "LightningSaver",
     "Loaded",
     "SaveHandle",
     "SaveResult",
@@ -31,6 +33,7 @@ _MODULES = {
     "CkptReader": "dcp.reader",
     "CkptWriter": "dcp.writer",
     "HuggingFaceSaver": "engines.huggingface",
+    "LightningSaver": "engines.lightning",
     "Loaded": "loading",
     "SaveHandle": "saver",
     "SaveResult": "saver",
