@@ -60,6 +60,7 @@ WORKS = {
     "recording_kills": Work("recording_kills:rounds", "recorded trainers and their writers are killed"),
     "bases_kills": Work("bases_kills:rounds", "processes are killed while bases are copied"),
     "bases": Work("bases_campaign:rounds", "bases are compared with the checkpoints of engines"),
+    "saves_kills": Work("saves_kills:rounds", "processes are killed while live runs are saved"),
     "shadow_kills": Work("shadow_campaign:kills", "shadows of a growing log are killed"),
     "shadow_peers": Work("shadow_campaign:peers", "hostile peers connect to a shadow"),
     "log_peers": Work("shadow_campaign:log_peers", "hostile peers connect to a server of a log"),
