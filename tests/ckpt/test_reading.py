@@ -23,6 +23,7 @@ from ckpt_formats.core.evidence import Evidence
 from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.stores.object_store import ObjectStore
 from ckpt_formats.universal.gradients import layout, replay
+from ckpt_formats.universal.replay import StoredDelta
 from damage import SAMPLES
 from gradient_logs import small_log
 from held import checkpoint, flip, parameter
@@ -40,6 +41,7 @@ SOURCES = {
     "coded": SAMPLES / "universal-1-coded",
     "deltas": SAMPLES / "universal-1-delta",
     "log": SAMPLES / "recorded-1",
+    "boxes": SAMPLES / "universal-2-boxes",
 }
 ZERO = SOURCES["zero"]
 
@@ -302,6 +304,27 @@ def test_a_chunk_of_a_log_is_replayed_once_and_few_are_in_memory(
     assert len(replayed) > 70
     assert set(replayed.values()) == {1}
     assert peak < 4 * MiB  # of 14
+
+
+def test_a_chunk_of_a_delta_is_decoded_once_for_all_states_and_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, decoded = Counter[tuple[int, int]](), StoredDelta.decoded
+
+    def counted(delta: StoredDelta, index: int, *rest: Any) -> Any:
+        counts[id(delta), index] += 1
+        return decoded(delta, index, *rest)
+
+    monkeypatch.setattr(StoredDelta, "decoded", counted)
+    monkeypatch.setattr(files, "_MAX_CACHED_BYTES", 1)  # one chunk
+    for path in (f"{SOURCES['boxes']}@2", SOURCES["deltas"]):
+        run = ckpt.open(path)
+        # Flat ranges of columns are decoded once for each state where the array has further columns.
+        tensors = [tensor for one, _, tensor in run.tensors() if one.name != "tp"]
+        whole, parts = fill(run, tensors), fill(run, [tensor.flat[1:] for tensor in tensors if tensor.size])
+        assert set(counts.values()) == {2}
+        values = [np.asarray(tensor) for tensor in tensors]
+        assert [one.tobytes() for one in whole] == [one.tobytes() for one in values]
+        assert [one.tobytes() for one in parts] == [one.reshape(-1)[1:].tobytes() for one in values if one.size]
+        counts.clear()
 
 
 @pytest.mark.parametrize("kind", ["rounded", "derived", "replicas", "strided"])

@@ -49,12 +49,6 @@ class Block:
         copies = tuple(DerivedCopy(one.codec, one.dtype, one.out[box.index]) for one in self.copies)
         return Block(self.tensor.crop(box), self.out[box.index], copies)
 
-    def as_block(self, tensor: Tensor) -> "Block":
-        """The same elements as a tensor of another shape: this one is a vector."""
-        shape = tensor.shape
-        copies = tuple(DerivedCopy(one.codec, one.dtype, one.out.reshape(shape)) for one in self.copies)
-        return Block(tensor, self.out.reshape(shape), copies)
-
     def first_source(self) -> FileBlob | None:
         """Where its first values lie; None if they lie in no file."""
         return next(iter(self.tensor.sources()), None)

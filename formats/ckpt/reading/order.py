@@ -5,7 +5,7 @@ that are read, too, are computed from these. States that are replayed come in pi
 as a chunk of all states of a log: so each chunk is replayed once, and few are in memory.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import merge
 from itertools import groupby
@@ -16,7 +16,8 @@ from ckpt.pipeline.executors import batches
 from ckpt.reading.blocks import Block, DerivedCopy
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.geometry import Box, flat_boxes, slab
-from ckpt_formats.core.tensor import Blob, DerivedBlob, FlatRangeBlob, Tensor
+from ckpt_formats.core.tensor import Blob, DerivedBlob, FlatRangeBlob, Fragment, Tensor, c_strides, is_c_order
+from ckpt_formats.core.views import ReshapedBlob
 from ckpt_formats.universal.replay import DeltaBlob, Place
 
 Work = list[Block]
@@ -37,12 +38,10 @@ class ReadingOrder:
     @classmethod
     def of(cls, blocks: list[Block], workers: int) -> "ReadingOrder":
         """The order of `blocks`, of which threads share the large ones."""
-        stored, replayed = list[Block](), list[Block]()
-        for block in _with_copies(blocks):
-            if _replayed(block.tensor) is None:
-                stored.append(block)
-            else:
-                replayed += _boxes_of_flat(block)
+        if any(_is_computed(block.tensor) for block in blocks):
+            blocks = _with_copies([piece for block in blocks for piece in _simple(block)])
+        stored = [block for block in blocks if _replayed(block.tensor) is None]
+        replayed = [block for block in blocks if _replayed(block.tensor) is not None]
         stored.sort(key=_place)
         pieces = stored if workers == 1 else [piece for block in stored for piece in _shared(block)]
         return cls(pieces, sorted(replayed, key=_place))
@@ -109,49 +108,85 @@ def _with_copies(blocks: list[Block]) -> list[Block]:
 
 def _derived(blob: Blob) -> tuple[DerivedBlob, Hashable] | None:
     """What makes a copy of other values, and the key of these; None if it is no such copy."""
+    blob = _single(blob)
     if isinstance(blob, FlatRangeBlob):
         inner = _derived(blob.base)
         return None if inner is None else (inner[0], (blob.start, blob.stop, inner[1]))
-    single = _single(blob)
-    if single is not blob:
-        return _derived(single)
     return (blob, _values_key(blob.base)) if type(blob) is DerivedBlob else None
 
 
 def _values_key(blob: Blob) -> Hashable:
     """A key that is equal for blobs of the same values."""
-    if isinstance(blob, FlatRangeBlob):
-        return blob.start, blob.stop, _values_key(blob.base)
-    single = _single(blob)
-    return blob if single is blob else _values_key(single)
+    blob = _single(blob)
+    return (blob.start, blob.stop, _values_key(blob.base)) if isinstance(blob, FlatRangeBlob) else blob
 
 
 def _single(blob: Blob) -> Blob:
     """The blob that a tensor consists of; any other blob itself."""
-    if not isinstance(blob, Tensor) or blob.replicas or type(blob.fragments) is not tuple or len(blob.fragments) != 1:
-        return blob
-    fragment = blob.fragments[0]
-    return fragment.blob if fragment.box == Box.whole(blob.shape) else blob
+    while isinstance(blob, Tensor) and not blob.replicas and type(blob.fragments) is tuple and len(blob.fragments) == 1:
+        if blob.fragments[0].box != Box.whole(blob.shape):
+            break
+        blob = blob.fragments[0].blob
+    return blob
 
 
 def _replayed(blob: Blob) -> DeltaBlob | None:
     """The block of a replay that a blob consists of, or is derived from; None if it is something else."""
-    if isinstance(blob, (DerivedBlob, FlatRangeBlob)):
+    blob = _single(blob)
+    if isinstance(blob, DerivedBlob):
         return _replayed(blob.base)
-    if isinstance(blob, DeltaBlob):
-        return blob
-    single = _single(blob)
-    return None if single is blob else _replayed(single)
+    return blob if isinstance(blob, DeltaBlob) else None
 
 
-def _boxes_of_flat(block: Block) -> list[Block]:
-    """A block that is a flat range of another tensor, as blocks of this one; any other block as it is."""
-    blob = _single(block.tensor)
-    if not isinstance(blob, FlatRangeBlob):
-        return [block]
-    base, at, boxes = Tensor.of(blob.base), 0, []
-    for box in flat_boxes(base.shape, blob.start, blob.stop):
-        run = block.part(Box((at,), (at + box.size,)))
-        boxes.append(run.as_block(base.crop(box)))
-        at += box.size
-    return [one for box in boxes for one in _boxes_of_flat(box)]
+def _is_computed(blob: Blob) -> bool:
+    """Whether some of the values are replayed, or derived from others."""
+    blob = _single(blob)
+    if isinstance(blob, Tensor):
+        return any(_is_computed(fragment.blob) for fragment in blob.examples())
+    if isinstance(blob, (FlatRangeBlob, ReshapedBlob)):
+        return _is_computed(blob.base)
+    return isinstance(blob, (DerivedBlob, DeltaBlob))
+
+
+def _fragments(blob: Blob) -> Sequence[Fragment]:
+    """The fragments of a tensor that has several and no replicas; none of any other blob."""
+    is_cut = isinstance(blob, Tensor) and not blob.replicas and type(blob.fragments) is tuple
+    return blob.fragments if is_cut and isinstance(blob, Tensor) else ()
+
+
+def _simple(block: Block) -> Iterator[Block]:
+    """A block in pieces, each of which is one blob as far as possible: so that equal blobs are known to be equal."""
+    blob, out = _single(block.tensor), block.out
+    if isinstance(blob, FlatRangeBlob) and (_fragments(base := _single(blob.base)) or _is_replay(base)):
+        at, whole = 0, Tensor.of(base)
+        for box in flat_boxes(base.shape, blob.start, blob.stop):
+            yield from _simple(Block(whole.crop(box), out[at : at + box.size].reshape(box.shape)))
+            at += box.size
+    elif cut := _fragments(blob):
+        for fragment in cut:
+            yield from _simple(Block(Tensor.of(fragment.blob), out[fragment.box.index]))
+    elif isinstance(blob, DerivedBlob) and (cut := _fragments(_single(blob.base))):
+        for fragment in cut:
+            yield from _simple(block.part(fragment.box))
+    elif (vector := _as_vector(blob)) is not None and out.flags.c_contiguous:
+        yield from _simple(Block(Tensor.of(vector), out.reshape(-1)))
+    else:
+        yield block
+
+
+def _is_replay(blob: Blob) -> bool:
+    return _replayed(blob) is not None
+
+
+def _as_vector(blob: Blob) -> Blob | None:
+    """The vector whose elements a blob has in another shape, if it is a replay or a copy of one; else None."""
+    if type(blob) is DerivedBlob:
+        base = _as_vector(_single(blob.base))
+        return None if base is None else DerivedBlob(blob.codec, base, blob.dtype)
+    if not isinstance(blob, ReshapedBlob) or not _is_replay(blob.base):
+        return None
+    strides = c_strides(blob.whole, 1)
+    if not is_c_order(blob.shape, strides, 1):
+        return None
+    at = sum(i * stride for i, stride in zip(blob.box.start, strides, strict=True))
+    return blob.base.crop(Box((at,), (at + blob.box.size,)))
