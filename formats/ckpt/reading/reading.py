@@ -87,7 +87,7 @@ class Reading:
         check_allowed(totals(change for reader in self._readers for change in reader.changes.seen()))
 
     def weights(self, *, mmap: bool = False) -> dict[str, Array]:
-        """All weights and buffers of the model by name: writable arrays of their own shapes and dtypes, read at once.
+        """All weights and buffers of the model by name: writable arrays of any shape and dtype, read at once.
 
         Tied parameters have all their names, and share one array. With `mmap` True, an array that lies in one piece of
         a local file is mapped, not read: what you write into it stays in this process; the file must stay as it is. Of
