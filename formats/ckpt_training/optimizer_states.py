@@ -185,7 +185,8 @@ class StatePlan:
         counts = {count for one in stored if (count := one.count) is not None}
         if len(counts) > 1:
             raise UnsupportedError(
-                f"the tensor with `{stored[0].name}` is stepped as one, but its parameters had {sorted(counts)} steps"
+                f"the tensor with `{stored[0].name}` is stepped as one, but its parameters had {sorted(counts)} steps",
+                hint="To load weights alone, pass ckpt.open(source).weights_only() as the source.",
             )
         return counts.pop() if counts else None
 
@@ -197,7 +198,8 @@ class StatePlan:
         if self._counts_of_groups.setdefault((tracked.optimizer, tracked.group), int(count)) != count:
             raise UnsupportedError(
                 f"the optimizer counts the steps of a group, but `{stored[0].name}` had other steps than parameters "
-                "before it"
+                "before it",
+                hint="To load weights alone, pass ckpt.open(source).weights_only() as the source.",
             )
 
     def _whole(self, number: int, stored: Parameter, name: str, form: ExpectedState | None) -> Any:
