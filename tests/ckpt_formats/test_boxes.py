@@ -1,7 +1,9 @@
 """Checkpoints of boxes: the ranks of a run save what they have, each in a pack of its own."""
 
+import inspect
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from ckpt_formats.core.tensor import read
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.boxes import CheckpointNotes, PackReceipt, RankBox, RankPack, assemble
+from ckpt_formats.universal.format import read_lineage
+from ckpt_formats.universal.lineage import LoadedFiles, lineage
 from ckpt_formats.universal.manifest import Parent
 from damage import SAMPLES
 from forged import Change, Forged, both, forge, number, put
@@ -224,6 +228,30 @@ def test_verify_compares_copies_with_masters_that_others_save(tmp_path: Path) ->
     assert [(one.kind, one.what, one.tensors) for one in findings] == [
         ("copy", "1 of 30 weights differ from their rounded masters", ("zero",))
     ]
+
+
+def test_a_chain_may_have_more_deltas_than_the_stack_has_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = box("rows", OPTIMIZER, (0, 0), (40, 12))
+    before = states_at(1)["rows"]
+    monkeypatch.setattr(
+        "boxed.states_at", lambda step: {"rows": {s: before[s] * np.float32(1 + step * 1e-6) for s in OPTIMIZER}}
+    )
+    monkeypatch.setattr("boxed.notes_at", lambda step: CheckpointNotes(Origin("torch", None, step)))
+    run = BoxedRun(tmp_path / "run", tmp_path, [[own]])
+    run.save(1, codec="auto")
+    for step in range(2, 22):
+        run.save(step, delta=True)
+    opened = read_lineage(lineage(tmp_path / "run" / "step-0000000021"), LoadedFiles())
+    assert len(opened.files) == 21
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 90)
+    try:
+        parameter = opened.parameters["rows"]
+    finally:
+        sys.setrecursionlimit(limit)
+    assert np.array_equal(parameter.states["master"], before["master"] * np.float32(1 + 21 * 1e-6))
 
 
 def receipts_of(folder: Path, ranks: list[list[RankBox]]) -> list[PackReceipt]:

@@ -1,10 +1,11 @@
 """What a universal checkpoint holds, as mappings over its index: nothing is made until somebody asks for it."""
 
+from abc import abstractmethod
 from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,8 +28,44 @@ StateKey = tuple[str, str]
 """The name of a parameter, and of one of its states."""
 
 
+class ReplayedParameters(Mapping[str, Parameter]):
+    """Parameters whose deltas are against those of a parent. Each is created once, when it is looked up."""
+
+    if TYPE_CHECKING:  # fields of subclasses
+
+        @property
+        def names(self) -> Collection[str]: ...
+        @property
+        def created(self) -> dict[str, Parameter]: ...
+
+    @property
+    @abstractmethod
+    def before(self) -> Mapping[str, Parameter]:
+        """The parameters of the parent."""
+
+    @abstractmethod
+    def create(self, name: str) -> Parameter:
+        """The parameter of this name, whose parent exists."""
+
+    def __getitem__(self, name: str) -> Parameter:
+        known = self.created.get(name)
+        if known is not None:
+            return known
+        if name not in self.names:
+            raise KeyError(name)
+        pending: list[ReplayedParameters] = [self]
+        # The base comes first. This is no recursion: a chain may have more members than Python's stack has frames.
+        while isinstance(before := pending[-1].before, ReplayedParameters):
+            if name not in before.names or name in before.created:
+                break
+            pending.append(before)
+        for one in reversed(pending):
+            one.created.setdefault(name, one.create(name))
+        return self.created[name]
+
+
 @dataclass(frozen=True, eq=False)
-class StoredParameters(TabulatedParameters):
+class StoredParameters(ReplayedParameters, TabulatedParameters):
     """The parameters of a checkpoint by name, in the model's order. Each is created once, when it is looked up."""
 
     files: PackFiles
@@ -37,18 +74,17 @@ class StoredParameters(TabulatedParameters):
     """Those that there are: of an ancestor only what is needed."""
     parent: Mapping[str, Parameter]
     """The parameters of the parent checkpoint."""
-    _created: dict[str, Parameter] = field(default_factory=dict, repr=False)
+    created: dict[str, Parameter] = field(default_factory=dict, repr=False)
 
-    def __getitem__(self, name: str) -> Parameter:
-        known = self._created.get(name)
-        if known is not None:
-            return known
-        if name not in self.names:
-            raise KeyError(name)
+    @property
+    def before(self) -> Mapping[str, Parameter]:
+        return self.parent
+
+    def create(self, name: str) -> Parameter:
         entry = self.index[self.index.numbers[name]]
         needs_parent = entry.delta is not None and entry.delta.parent_states
         parent = self.parent.get(name) if needs_parent else None
-        return self._created.setdefault(name, read_parameter(self.files, entry, parent))
+        return read_parameter(self.files, entry, parent)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without what was created, and without names that follow from the index."""

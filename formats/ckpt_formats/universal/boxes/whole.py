@@ -15,11 +15,11 @@ from ckpt_formats.universal.error_figures import worst
 from ckpt_formats.universal.index import Index
 from ckpt_formats.universal.manifest import Manifest, PackFiles
 from ckpt_formats.universal.shared_packs import manifest_of
-from ckpt_formats.universal.stored import StateDigests, StateKey, StoredParameters, state_errors
+from ckpt_formats.universal.stored import ReplayedParameters, StateDigests, StateKey, StoredParameters, state_errors
 
 
 @dataclass(frozen=True, eq=False)
-class WholeParameters(Mapping[str, Parameter]):
+class WholeParameters(ReplayedParameters):
     """The parameters of a checkpoint of boxes by name. Each is created once, when it is looked up."""
 
     table: BoxTable
@@ -28,15 +28,12 @@ class WholeParameters(Mapping[str, Parameter]):
     """The boxes by their own names."""
     names: Collection[str]
     """The parameters that there are: of an ancestor only what is needed."""
-    _created: dict[str, Parameter] = field(default_factory=dict, repr=False)
+    created: dict[str, Parameter] = field(default_factory=dict, repr=False)
 
-    def __getitem__(self, name: str) -> Parameter:
-        known = self._created.get(name)
-        if known is not None:
-            return known
-        if name not in self.names:
-            raise KeyError(name)
-        return self._created.setdefault(name, self._whole(name))
+    @property
+    def before(self) -> Mapping[str, Parameter]:
+        boxes = self.stored.parent if isinstance(self.stored, StoredBoxes) else None
+        return boxes.parent if isinstance(boxes, ParentBoxes) else {}
 
     def __reduce__(self) -> tuple[object, ...]:
         """Without what was created."""
@@ -51,7 +48,7 @@ class WholeParameters(Mapping[str, Parameter]):
     def __len__(self) -> int:
         return len(self.names)
 
-    def _whole(self, name: str) -> Parameter:
+    def create(self, name: str) -> Parameter:
         fragments: dict[str, list[Fragment]] = {}
         first: dict[str, tuple[BoxPlace, Tensor]] = {}
         rows = self.table.rows(self.table.numbers[name])
@@ -185,7 +182,7 @@ def with_stored(checkpoint: Checkpoint, stored: Mapping[str, Parameter]) -> Chec
     """The checkpoint with other parameters: those of `as_stored`, with the same values at other places."""
     parameters = checkpoint.parameters
     if isinstance(parameters, WholeParameters):
-        return replace(checkpoint, parameters=replace(parameters, stored=stored, _created={}))
+        return replace(checkpoint, parameters=replace(parameters, stored=stored, created={}))
     return replace(checkpoint, parameters=stored)
 
 
