@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -13,18 +13,16 @@ from torch import nn
 import ckpt
 from ckpt.reading import Reading
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.edits import WeightsOnly
-from ckpt_formats.core.errors import CkptError, IncompleteError, InvalidArgumentError, UnsupportedError
-from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.errors import CkptError, IncompleteError
 from ckpt_training import ranks
 from ckpt_training.engines.meta_device import materialize, on_meta
 from ckpt_training.engines.registry import check_initialized, tracked_run
 from ckpt_training.engines.run import TrackedRun, clean_name, renamed
 from ckpt_training.extras import Extras
+from ckpt_training.filling import fill, verify_together
 from ckpt_training.group_options import GroupOptions
-from ckpt_training.local_shards import LocalShard, as_array
-from ckpt_training.matching import Matching, Mismatches, Rounding
+from ckpt_training.matching import Matching, Rounding
+from ckpt_training.mismatches import check_fit, quoted, some
 from ckpt_training.opening import open_together
 from ckpt_training.optimizer_states import StatePlan
 from ckpt_training.replicas import Cooperate, Fill, replicas_of
@@ -33,10 +31,6 @@ from ckpt_training.run_shards import masters_of, model_shards_of, names_of_run, 
 
 Names = Literal["hf", "megatron"]
 _MANY = 1 << 30
-_SHOWN = 4
-"""The names of a kind that an error shows."""
-_STAGED = 32 << 20
-"""The bytes of the buffer through which values go to a device."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +131,7 @@ def load(
     unexpected = _unexpected(matching, states)
     missing = _of_all_ranks([*matching.mismatches.missing, *extras.missing()])
     with ranks.together():
-        _check(matching.mismatches, missing, unexpected, strict, named)
+        check_fit(matching.mismatches, missing, unexpected, strict, named)
         notices = (*notices, *_notices(states, groups))
     clock.note("plan")
     with Reading(named, resources=resources) as reading:
@@ -146,7 +140,7 @@ def load(
                 fills += [one for one in states.create() if one[0].memory.numel()]
             replicas = replicas_of(fills, named, cooperate)
             with ranks.together(), torch.no_grad():
-                _fill(reading, replicas.share(fills))
+                fill(reading, replicas.share(fills))
             replicas.exchange(fills)
             clock.note("read")
             verified, unverified = verify_together(reading)
@@ -208,7 +202,7 @@ def _give_memory(model: Any, source: Checkpoint, device: torch.device | str | No
     unfilled = materialize(model, torch.get_default_device() if device is None else torch.device(device))
     if unfilled:
         raise IncompleteError(
-            f"the model is on the meta device, and nothing makes the values of {_some(list(map(_quoted, unfilled)))}, "
+            f"the model is on the meta device, and nothing makes the values of {some(list(map(quoted, unfilled)))}, "
             "which no checkpoint has",
             hint="Build the model on the CPU, or give the module a method reset_parameters that makes them.",
         )
@@ -268,103 +262,12 @@ def _of_all_ranks(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name for one in every for name in one))
 
 
-def _check(
-    mismatches: Mismatches, missing: Sequence[str], unexpected: Sequence[str], strict: bool, source: Checkpoint
-) -> None:
-    """Raise an error for what does not fit; unless `strict`, only for values that would be rounded."""
-    if mismatches.refused:
-        name, dtypes = next(iter(mismatches.refused.items()))
-        raise UnsupportedError(
-            f"{len(mismatches.refused)} tensors would be rounded, such as `{name}`: {dtypes}",
-            where=source.path,
-            hint='Allow it with rounding="all", or give the run the dtypes of the checkpoint.',
-        )
-    missing = () if source.is_partial else missing
-    if any(isinstance(edit, WeightsOnly) for edit in source.history):
-        missing = [name for name in missing if not name.endswith(")")]
-    if not strict or not (missing or unexpected or mismatches.shapes):
-        return
-    shapes = [f"`{name}` ({text})" for name, text in mismatches.shapes.items()]
-    lists = [
-        ("missing", list(map(_quoted, missing))),
-        ("unexpected", list(map(_quoted, unexpected))),
-        ("mismatched", shapes),
-    ]
-    what = "; ".join(f"{kind}: {_some(names)}" for kind, names in lists if names)
-    error = IncompleteError if missing else InvalidArgumentError
-    raise error(f"the checkpoint does not fit the run: {what}", where=source.path, hint=_hint(missing, unexpected))
-
-
 def _notices(states: StatePlan, groups: GroupOptions) -> Iterator[str]:
     unstated = groups.unstated()
     if unstated:
-        yield f"the checkpoint does not state these options, which stay: {_some(list(map(_quoted, unstated)))}"
+        yield f"the checkpoint does not state these options, which stay: {some(list(map(quoted, unstated)))}"
     if states.fresh:
-        names = _some(list(map(_quoted, states.fresh)))
+        names = some(list(map(quoted, states.fresh)))
         yield f"the checkpoint has no optimizer state of {names}: the run had not stepped them"
     if states.skipped:
-        yield f"the optimizer keeps no such state: {_some(list(map(_quoted, states.skipped)))}"
-
-
-def _quoted(name: str) -> str:
-    return f"`{printable(name)}`"
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """What would make the names fit: another prefix, if that is all; else what to do about the rest."""
-    weights = [name for name in missing if not name.endswith(")")]
-    if weights and unexpected:
-        stored = set(unexpected)
-        for name in stored:
-            prefix = name.removesuffix(weights[0])
-            if prefix != name and all(prefix + one in stored for one in weights):
-                return f"Pass names=lambda name: name.removeprefix({prefix!r})."
-        for prefix in (weights[0].removesuffix(one) for one in stored if weights[0].endswith(one)):
-            if prefix and all(one.removeprefix(prefix) in stored for one in weights):
-                return f"Pass names=lambda name: {prefix!r} + name."
-    if missing and not weights:
-        return "To load weights alone, pass ckpt.open(source).weights_only() as the source."
-    return "Pass names= to rename tensors, or strict=False to load what fits."
-
-
-def _fill(reading: Reading, fills: Iterable[Fill]) -> None:
-    """Read all local shards: those of the CPU straight into their memory, others through a buffer."""
-    others, own = list[Fill](), []
-    for shard, stored in fills:
-        if shard.memory.device.type == "cpu":
-            own.append((stored, as_array(shard.memory)))
-        else:
-            others.append((shard, stored))
-    reading.fill(own)
-    for shard, stored in others:
-        _fill_device(reading, shard, stored)
-
-
-def _fill_device(reading: Reading, shard: LocalShard, stored: Tensor) -> None:
-    """Read a local shard on a device, in blocks."""
-    memory = shard.memory if shard.memory.is_contiguous() else torch.empty_like(shard.memory).contiguous()
-    flat, each = memory.view(-1), max(1, _STAGED // memory.element_size())
-    buffer = torch.empty(min(each, flat.numel()), dtype=memory.dtype, pin_memory=memory.device.type == "cuda")
-    for low in range(0, flat.numel(), each):
-        block = buffer[: min(each, flat.numel() - low)]
-        reading.fill([(stored.flat[low : low + block.numel()], as_array(block))])
-        flat[low : low + block.numel()].copy_(block)
-    if memory is not shard.memory:
-        shard.memory.copy_(memory)
-
-
-def verify_together(reading: Reading) -> tuple[int, tuple[str, ...]]:
-    """Compare the checksums of all that the ranks have read together. Every rank must call it."""
-    every = ranks.gather_bytes(reading.evidence())
-    verdict = b""
-    with ranks.together():
-        if ranks.rank_and_world()[0] == 0:
-            verification = reading.verify(every[1:])
-            verdict = json.dumps([verification.seals, verification.unverified]).encode()
-    seals, unverified = json.loads(ranks.broadcast_bytes(verdict))
-    return int(seals), tuple(unverified)
+        yield f"the optimizer keeps no such state: {some(list(map(quoted, states.skipped)))}"

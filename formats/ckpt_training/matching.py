@@ -13,23 +13,10 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Fragment, Tensor, ZeroBlob, from_fragments, with_replicas
 from ckpt_training.local_shards import LocalPart, dtype_name
+from ckpt_training.mismatches import Mismatches
 
 Rounding = Literal["weights", "none", "all"]
 """What may be rounded to the dtype of the memory: weights, nothing, or also the optimizer's states."""
-
-
-@dataclass
-class Mismatches:
-    """What does not fit between the model and a checkpoint. Names are the model's; a state follows in parentheses."""
-
-    missing: dict[str, None] = field(default_factory=dict)
-    """What the checkpoint lacks."""
-    shapes: dict[str, str] = field(default_factory=dict)
-    """Both shapes, as text."""
-    cast: dict[str, str] = field(default_factory=dict)
-    """What has another dtype, with both dtypes, as text."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """What would be rounded and must not be, with both dtypes, as text."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Record, Value
 from ckpt_training.dcp.entries import PARAMS, Entry, GroupOption, ModelWeight, OptimizerState, StoredEntries
 from ckpt_training.dcp.matching import KeyAgreement, NamedSource, listed
-from ckpt_training.loading import Loaded, verify_together
+from ckpt_training.filling import verify_together
+from ckpt_training.loading import Loaded
 from ckpt_training.local_shards import LocalPart, as_array, dtype_name, local_shard
 from ckpt_training.matching import Matching, Rounding
 from ckpt_training.plain_values import PlainValues

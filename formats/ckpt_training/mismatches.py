@@ -1,0 +1,81 @@
+"""What does not fit between a run and a checkpoint, and the error that says so."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.edits import WeightsOnly
+from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, UnsupportedError
+from ckpt_formats.core.text import printable
+
+_SHOWN = 4
+"""The names of a kind that an error shows."""
+
+
+@dataclass
+class Mismatches:
+    """What does not fit between the model and a checkpoint. Names are the model's; a state follows in parentheses."""
+
+    missing: dict[str, None] = field(default_factory=dict)
+    """What the checkpoint lacks."""
+    shapes: dict[str, str] = field(default_factory=dict)
+    """Both shapes, as text."""
+    cast: dict[str, str] = field(default_factory=dict)
+    """What has another dtype, with both dtypes, as text."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """What would be rounded and must not be, with both dtypes, as text."""
+
+
+def check_fit(
+    mismatches: Mismatches, missing: Sequence[str], unexpected: Sequence[str], strict: bool, source: Checkpoint
+) -> None:
+    """Raise an error for what does not fit; unless `strict`, only for values that would be rounded."""
+    if mismatches.refused:
+        name, dtypes = next(iter(mismatches.refused.items()))
+        raise UnsupportedError(
+            f"{len(mismatches.refused)} tensors would be rounded, such as `{name}`: {dtypes}",
+            where=source.path,
+            hint='Allow it with rounding="all", or give the run the dtypes of the checkpoint.',
+        )
+    missing = () if source.is_partial else missing
+    if any(isinstance(edit, WeightsOnly) for edit in source.history):
+        missing = [name for name in missing if not name.endswith(")")]
+    if not strict or not (missing or unexpected or mismatches.shapes):
+        return
+    shapes = [f"`{name}` ({text})" for name, text in mismatches.shapes.items()]
+    lists = [
+        ("missing", list(map(quoted, missing))),
+        ("unexpected", list(map(quoted, unexpected))),
+        ("mismatched", shapes),
+    ]
+    what = "; ".join(f"{kind}: {some(names)}" for kind, names in lists if names)
+    error = IncompleteError if missing else InvalidArgumentError
+    raise error(f"the checkpoint does not fit the run: {what}", where=source.path, hint=_hint(missing, unexpected))
+
+
+def quoted(name: str) -> str:
+    """Return a name as messages show it."""
+    return f"`{printable(name)}`"
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """What would make the names fit: another prefix, if that is all; else what to do about the rest."""
+    weights = [name for name in missing if not name.endswith(")")]
+    if weights and unexpected:
+        stored = set(unexpected)
+        for name in stored:
+            prefix = name.removesuffix(weights[0])
+            if prefix != name and all(prefix + one in stored for one in weights):
+                return f"Pass names=lambda name: name.removeprefix({prefix!r})."
+        for prefix in (weights[0].removesuffix(one) for one in stored if weights[0].endswith(one)):
+            if prefix and all(one.removeprefix(prefix) in stored for one in weights):
+                return f"Pass names=lambda name: {prefix!r} + name."
+    if missing and not weights:
+        return "To load weights alone, pass ckpt.open(source).weights_only() as the source."
+    return "Pass names= to rename tensors, or strict=False to load what fits."
