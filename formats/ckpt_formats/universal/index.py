@@ -253,7 +253,10 @@ def reordered(index: Index, order: Array) -> Index:
 
 
 def item_numbers(counts: Array, rows: Array) -> Array:
-    """The numbers of all items of some rows, whose items follow one another: row i has `counts[i]` of them."""
+    """The numbers of all items of some rows, whose items follow one another: row i has `counts[i]` of them.
+
+    counts: (all rows,) int64. rows: (rows,) int64. The result is (items,) int64.
+    """
     begins, lengths = np.cumsum(counts) - counts, counts[rows]
     steps = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     result: Array = np.repeat(begins[rows], lengths) + steps
