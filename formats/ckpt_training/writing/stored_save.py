@@ -50,11 +50,11 @@ class StoredSave(StagedSave):
         save = f"{self.settings.token}-{self.step}"
         staged.begin(JobNote.of(save, Path("live run"), self.target, "universal", packs, None))
         self._staged = staged
-        self.place.create(self._begun, b"")
+        self.place.create(self._open_mark, b"")
 
     def deliver(self, receipt: PackReceipt) -> str:
         """Upload the pack, once rank 0 has noted the save at the target."""
-        self.wait_for(self._begun, 0)
+        self.wait_for(self._open_mark, 0)
         name = pack_file(receipt.number)
         return self._files.create_from(name, self.data / name, lambda: None)
 
@@ -80,5 +80,5 @@ class StoredSave(StagedSave):
         self.stack.close()
 
     @property
-    def _begun(self) -> str:
+    def _open_mark(self) -> str:
         return f"open-{self.settings.token}"
