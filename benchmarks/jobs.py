@@ -1,0 +1,48 @@
+"""Loads into live jobs and saves from them, beside the engines' own: `jobs.py [PART ...] [--rounds 5] [--json FILE]`.
+
+    loads      FSDP2, ZeRO 3 and a plain model with Adam, 40 M parameters: CPU seconds, memory and bytes of a rank
+
+All ways of a part run in turn, in random order, on one thread for each rank, from the page cache; figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import job_loads
+from forked import ENVIRONMENT
+
+PARTS = ("loads",)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PART")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=10, help="pairs of linear layers")
+    parser.add_argument("--width", type=int, default=1024, help="a pair has 4 * width ** 2 numbers")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="ways whose names have TEXT")
+    parser.add_argument("--scratch", type=Path, help="where inputs are written, and used again")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all rounds, for programs")
+    options = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="ckpt-bench-") as temporary:
+        folder = options.scratch or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for part in options.parts or PARTS:
+            if part == "loads":
+                rows = job_loads.run(folder, options.rounds, options.layers, options.width, options.only)
+                print(f"{4 * options.layers * options.width**2 / 1e6:.0f} M parameters\n{job_loads.table(rows)}\n", flush=True)
+            results[part] = rows
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
