@@ -29,12 +29,15 @@ def on_ranks(world: int, work: Callable[..., Any], *arguments: object) -> list[A
         children = [_fork(rank, world, port, folder, work, arguments) for rank in range(world)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         if any(codes):
-            lines = [(folder / f"{rank}.log").read_text(errors="replace")[-2000:] for rank, code in enumerate(codes) if code]
-            raise Failed(f"exit codes {codes}\n{lines[0]}")
+            first = next(rank for rank, code in enumerate(codes) if code)
+            lines = (folder / f"{first}.log").read_text(errors="replace")[-2000:]
+            raise Failed(f"exit codes {codes}\n{lines}")
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
-def _fork(rank: int, world: int, port: int, folder: Path, work: Callable[..., Any], arguments: tuple[object, ...]) -> int:
+def _fork(
+    rank: int, world: int, port: int, folder: Path, work: Callable[..., Any], arguments: tuple[object, ...]
+) -> int:
     child = os.fork()
     if child:
         return child
@@ -81,7 +84,7 @@ class Cost:
 
 
 class Meter:
-    """Measures this process from its making to `cost`."""
+    """Measures this process from its construction to `cost`."""
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the highest resident set begins again

@@ -46,8 +46,10 @@ _WORLDS = {"plain": 1, "fsdp2": 2, "zero3": 2}
 def run(folder: Path, rounds: int, layers: int, width: int, only: list[str]) -> Rows:
     """All ways in turn; of each round, what the rank with the most CPU seconds spent."""
     import deepspeed  # noqa: F401 -- before ranks are forked
+    import torch.distributed.checkpoint.state_dict  # noqa: F401
 
     import ckpt
+    import ckpt_training  # noqa: F401
 
     shape = (layers, width)
     if not (folder / "coded").exists():
@@ -67,8 +69,13 @@ def run(folder: Path, rounds: int, layers: int, width: int, only: list[str]) -> 
 
 def table(rows: Rows) -> str:
     """Medians, and the ratio of CPU seconds to the engine's own way."""
-    own = {WAYS[name].engine: median(one["cpu"] for one in some) for name, some in rows.items() if WAYS[name].by == "engine"}
-    lines = [f"{'':26}{'CPU s':>8}{'x own':>7}{'best':>8}{'wall s':>8}{'MB added':>10}{'MB read':>9}{'needed':>8}{'read':>7}"]
+    own = {
+        WAYS[name].engine: median(one["cpu"] for one in some)
+        for name, some in rows.items()
+        if WAYS[name].by == "engine"
+    }
+    heads = f"{'CPU s':>8}{'x own':>7}{'best':>8}{'wall s':>8}{'MB added':>10}{'MB read':>9}{'needed':>8}{'ratio':>7}"
+    lines = [f"{'':26}{heads}"]
     for name, some in rows.items():
         middle = {key: median(one[key] for one in some) for key in some[0]}
         base = own.get(WAYS[name].engine)

@@ -38,7 +38,8 @@ def main() -> None:
         for part in options.parts or PARTS:
             if part == "loads":
                 rows = job_loads.run(folder, options.rounds, options.layers, options.width, options.only)
-                print(f"{4 * options.layers * options.width**2 / 1e6:.0f} M parameters\n{job_loads.table(rows)}\n", flush=True)
+                print(f"{4 * options.layers * options.width**2 / 1e6:.0f} M parameters")
+                print(f"{job_loads.table(rows)}\n", flush=True)
             results[part] = rows
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
