@@ -75,6 +75,11 @@ class SavePlan:
         boxes: dict[Piece, RankBox] = {}
         shards: list[tuple[Piece, LocalShard]] = []
         for kind, shard in _shards(run):
+            if is_composite(shard.memory):
+                raise UnsupportedError(
+                    f"`{shard.name}` ({shard.state}) consists of other tensors, and is not saved as one",
+                    hint="Record the run, or save it with torch.",
+                )
             start, stop = self.ranges[kind, piece_of(shard.part)]
             if start == stop and not (shard.part.size == 0 and (kind, piece_of(shard.part)) in self.first):
                 continue

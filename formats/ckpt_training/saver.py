@@ -19,12 +19,16 @@ from ckpt.pipeline.targets import clean
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.encoding import AUTO
 from ckpt_formats.core.errors import CkptError, InvalidArgumentError, OutputError, UnsupportedError
-from ckpt_formats.core.state_names import from_stored
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.state_names import MODEL, from_stored
 from ckpt_formats.core.store_path import is_remote
+from ckpt_formats.core.tensor import read
 from ckpt_formats.core.text import PARTIAL
 from ckpt_formats.registry.published import is_unfinished
 from ckpt_formats.stores.location import target_path
+from ckpt_formats.universal.boxes import RankBox
 from ckpt_formats.universal.chain import folder as chain_folder
+from ckpt_formats.universal.gradients.noted_tensors import names_for_noted_tensors
 from ckpt_training import ranks
 from ckpt_training.engines.registry import check_initialized, tracked_run
 from ckpt_training.engines.run import clean_name, further_entries
@@ -32,7 +36,7 @@ from ckpt_training.group_options import group_options
 from ckpt_training.plain_notes import OPTIMIZER_ENTRIES, extra_name, plain_note
 from ckpt_training.random_states import RandomStates
 from ckpt_training.run_shards import is_of_elements
-from ckpt_training.save_plan import agree
+from ckpt_training.save_plan import SavedShard, agree
 from ckpt_training.snapshot import Snapshot, SnapshotThread
 from ckpt_training.writing.rank_notes import RankNotes
 from ckpt_training.writing.ring import Ring
@@ -257,9 +261,26 @@ class Saver:
         roles = [box.role for box in boxes]
         shards = [one if roles[one.box] != "buffer" else one.cloned() for one in shards]
         counts, values = self._optimizer_values()
+        extras = self._extras()
+        named = self._with_tensors(extras, boxes, shards) if ranks.rank_and_world()[0] == 0 else {}
         groups = (group for number in range(len(self._run.optimizers)) for group in self._run.groups_of(number))
         begin = BeginSave(step, [row_of_box(box) for box in boxes], counts, list(map(_numbers, groups)))
-        return Snapshot(step, begin, shards, self._notes(step, values).to_bytes())
+        return Snapshot(step, begin, shards, self._notes(step, values, extras, named).to_bytes())
+
+    def _with_tensors(
+        self, extras: Mapping[str, Any], boxes: list[RankBox], shards: list[SavedShard]
+    ) -> dict[str, Any]:
+        """The extras with names in the places of tensors, which are added to what this rank saves."""
+        tensors: dict[str, Any] = dict.fromkeys(self._plan.names)
+        named = {name: names_for_noted_tensors(value, name, tensors) for name, value in extras.items()}
+        for name in [name for name, one in tensors.items() if one is not None]:
+            weight = tensors[name].weight
+            box = RankBox(name, "extra", weight.shape, Box.whole(weight.shape), {MODEL: weight.dtype.name})
+            content = torch.frombuffer(bytearray(read(weight).tobytes()), dtype=torch.uint8) if weight.nbytes else None
+            boxes.append(box)
+            if content is not None:
+                shards.append(SavedShard(len(boxes) - 1, name, MODEL, content))
+        return named
 
     def _optimizer_values(self) -> tuple[dict[str, tuple[int, int]], dict[str, dict[str, Any]]]:
         """Of each parameter of this rank: the count of its steps with the number of its group, and its values."""
@@ -286,9 +307,9 @@ class Saver:
                     counts[name] = own["step"], before[one.optimizer] + one.group
         return counts, values
 
-    def _notes(self, step: int, values: Mapping[str, Any]) -> RankNotes:
-        rank, _ = ranks.rank_and_world()
-        run, plan = self._run, self._plan
+    def _extras(self) -> dict[str, Any]:
+        """What this rank saves besides parameters, by the names of the extras."""
+        run = self._run
         extras: dict[str, Any] = {extra_name(name): plain_note(part) for name, part in run.notes().items()}
         extras |= {extra_name(name): plain_note(part) for name, part in self._parts.items()}
         if entries := further_entries(run):
@@ -297,6 +318,13 @@ class Saver:
             if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
                 full = run.rename(clean_name(f"{name}._extra_state" if name else "_extra_state"))
                 extras[full] = plain_note(module.get_extra_state())
+        return extras
+
+    def _notes(
+        self, step: int, values: Mapping[str, Any], extras: Mapping[str, Any], named: Mapping[str, Any]
+    ) -> RankNotes:
+        rank, _ = ranks.rank_and_world()
+        run, plan = self._run, self._plan
         encoded = {name: encode(value) for name, value in extras.items()}
         random = encode(self._random.values())
         if rank:
@@ -316,6 +344,7 @@ class Saver:
             values=values,
             random_states=random,
             parts=encoded,
+            named={name: encode(value) for name, value in named.items()},
         )
 
     def _skipped(self, step: int, slow: int) -> SaveHandle:

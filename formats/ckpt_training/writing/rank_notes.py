@@ -34,6 +34,8 @@ class RankNotes:
     random_states: Any = None
     parts: Mapping[str, Any] = field(default_factory=dict)
     """The states of the parts of the run, and further extras, by name."""
+    named: Mapping[str, Any] = field(default_factory=dict)
+    """The same of rank 0, with the names of tensors that it saves in their places."""
 
     def to_bytes(self) -> bytes:
         """Return the notes as one line."""
@@ -63,7 +65,7 @@ def merged(ranks: Sequence[RankNotes], where: Path) -> CheckpointNotes:
     parts: dict[str, Any] = {}
     for one in ranks:
         parts = {**one.parts, **parts}  # of a pipeline, each rank has some
-    extras: dict[str, Value] = {name: decode(part, where) for name, part in parts.items()}
+    extras: dict[str, Value] = {name: decode(part, where) for name, part in {**parts, **first.named}.items()}
     differing = {
         rank_name(rank): own
         for rank, one in enumerate(ranks)
