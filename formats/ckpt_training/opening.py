@@ -12,7 +12,7 @@ import xxhash
 import ckpt
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
-from ckpt_formats.core.files import LazySeals
+from ckpt_formats.core.files import digest_of_seals
 from ckpt_formats.core.text import printable
 from ckpt_formats.stores.location import source_path
 from ckpt_training import ranks
@@ -103,7 +103,5 @@ def digest_of(checkpoint: Checkpoint) -> bytes:
     digest = xxhash.xxh3_128(f"{checkpoint.format} {checkpoint.step}".encode())
     for parameter, state, tensor in checkpoint.tensors():
         digest.update(f"{parameter.name}\0{state}\0{tensor.dtype.name}{tensor.shape}".encode("utf-8", "surrogatepass"))
-    seals = checkpoint.seals
-    for seal in seals.listed() if isinstance(seals, LazySeals) else seals:
-        digest.update(b"%d %d %d" % (seal.offset, seal.nbytes, seal.digest))
+    digest.update(digest_of_seals(checkpoint.seals))
     return digest.digest()

@@ -93,6 +93,17 @@ class LazySeals(Sequence[Seal]):
     def listed(self) -> Iterable[Seal]:
         """Those that are known without reading anything: the same ones in every process that opens the checkpoint."""
 
+    def digest(self) -> bytes:
+        """A hash that differs if the checksums do, as far as they are known without reading anything."""
+        return digest_of_seals(tuple(self.listed()))
+
+
+def digest_of_seals(seals: Sequence[Seal]) -> bytes:
+    """A hash of ranges and checksums, without the paths of the files."""
+    if isinstance(seals, LazySeals):
+        return seals.digest()
+    return xxhash.xxh3_128(b"".join(b"%d %d %d\n" % (one.offset, one.nbytes, one.digest) for one in seals)).digest()
+
 
 class SealTable(LazySeals):
     """Seals that are columns, so that many are compared at once. None is made before it is looked up."""

@@ -4,7 +4,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import overload
 
-from ckpt_formats.core.files import LazySeals, Seal
+import xxhash
+
+from ckpt_formats.core.files import LazySeals, Seal, digest_of_seals
 
 
 class JoinedSeals(LazySeals):
@@ -22,6 +24,9 @@ class JoinedSeals(LazySeals):
     def listed(self) -> Iterator[Seal]:
         parts = (part.listed() if isinstance(part, LazySeals) else part for part in self._parts)
         return (seal for part in parts for seal in part if seal.path not in self._without)
+
+    def digest(self) -> bytes:
+        return xxhash.xxh3_128(b"".join(map(digest_of_seals, self._parts))).digest()
 
     @overload
     def __getitem__(self, index: int) -> Seal: ...

@@ -199,6 +199,10 @@ class StoredSeals(SealTable):
         for folder, stated in self.checkpoints:
             yield from _headers(folder, stated)
 
+    def digest(self) -> bytes:
+        """Of the content ids, too: the checksums of values are columns, of which no seal is made here."""
+        return "".join(stated.content for _, stated in self.checkpoints).encode() + super().digest()
+
     def contradictions(self) -> Iterator[Contradiction]:
         for folder, stated in self.checkpoints:
             yield from contradictions(folder, stated)
