@@ -123,8 +123,9 @@ class Extras:
         return own[stored] if is_own else self.source.extras[stored]  # type: ignore[index]
 
     def _load(self, name: str, stored: str, give: Any) -> None:
+        state = self.values.of(self._of_this_rank(stored))
         try:
-            give(self.values.of(self._of_this_rank(stored)))
+            give(state)
         except Exception as error:  # whatever the user's object raises
             raise UnsupportedError(
                 f"`{name}` does not take the state that the checkpoint has: {type(error).__name__}: {error}",

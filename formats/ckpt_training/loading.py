@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -141,6 +142,7 @@ def load(
             replicas = replicas_of(fills, named, cooperate)
             with ranks.together(), torch.no_grad():
                 fill(reading, replicas.share(fills))
+                reading.fill((one, np.empty(one.shape, one.dtype)) for one in states.read)
             replicas.exchange(fills)
             clock.note("read")
             verified, unverified = verify_together(reading)

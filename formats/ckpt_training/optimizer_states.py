@@ -72,6 +72,8 @@ class StatePlan:
     """Stored states that the optimizer keeps of other tensors only."""
     unused: dict[str, None] = field(default_factory=dict)
     """Stored states that no optimizer of the run keeps."""
+    read: list[Tensor] = field(default_factory=list)
+    """Stored states that were read to plan, such as counts of steps: their checksums are not compared yet."""
     _planned: list[PlannedState] = field(default_factory=list)
     _dropped: list[tuple[int, str | None]] = field(default_factory=list)
     """States that the run had not at that step, by the number of the tensor and the key; None: all."""
@@ -182,6 +184,8 @@ class StatePlan:
 
     def _count_of(self, number: int, stored: list[Parameter]) -> int | float | None:
         """The number of steps of a tensor. Raises `UnsupportedError` if its parameters had different ones."""
+        own = (one.states.get(_COUNT) for one in stored if one.values.get(_COUNT) is None)
+        self.read += [one for one in own if one is not None and one.size == 1]
         counts = {count for one in stored if (count := one.count) is not None}
         if len(counts) > 1:
             raise UnsupportedError(
@@ -216,6 +220,7 @@ class StatePlan:
                 where=stored.name,
                 hint="Load into an unsharded optimizer, or load without the optimizer.",
             )
+        self.read.append(tensor)
         values = tensor.torch()
         return _like(form, values) if form is not None else values.to(tracked.tensor.device)
 

@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from ckpt.reading import Reading
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError
+from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Global, TensorName, Value
 from ckpt_training.composite_tensors import from_value
 
@@ -25,6 +28,7 @@ class PlainValues:
                 raise CorruptError(
                     f"a value refers to the tensor `{value.name}`, which is missing", where=self.source.path
                 )
+            self._verify(stored.weight)
             return stored.weight.torch()
         if isinstance(value, Global):
             dtype = getattr(torch, value.name, None) if value.module == "torch" else None
@@ -32,3 +36,9 @@ class PlainValues:
         if type(value) is dict:
             return from_value({key: self.of(one) for key, one in value.items()})
         return type(value)(map(self.of, value)) if type(value) in (list, tuple) else value
+
+    def _verify(self, tensor: Tensor) -> None:
+        """Raise `CorruptError` if a checksum does not match. Such tensors are small: they are read twice."""
+        with Reading(self.source) as reading:
+            reading.fill([(tensor, np.empty(tensor.shape, tensor.dtype))])
+            reading.verify()
