@@ -57,15 +57,17 @@ SOURCES = (
     Source("ZeRO 3", "zero3", "zero3"),
     Source("ZeRO 1", "zero1", "zero1"),
     Source("DCP", "fsdp2/dcp-3", "fsdp2"),
+    Source("DCP of FSDP1", "fsdp1/dcp-3", "fsdp1"),
     Source("universal, plain", "universal", "fsdp2"),
     Source("universal, coded", "coded", "fsdp2"),
     Source("boxes", "fsdp2/saves/step-00000003", "fsdp2"),
+    Source("chain of saves", "zero3/saves.chain@3", "zero3"),
     Source("deltas", "deltas.chain@3", "fsdp2"),
     Source("recorded", "recorded/run.chain@3", "recorded"),
     Source("torch file", "plain/step3.pt", "plain"),
     Source("safetensors", "weights", "zero3", is_weights=True),
 )
-WRITERS = {"zero3": 2, "zero1": 2, "fsdp2": 2, "recorded": 2, "plain": 1}
+WRITERS = {"zero3": 2, "zero1": 2, "fsdp1": 2, "fsdp2": 2, "recorded": 2, "plain": 1}
 """The ranks of each run that writes a source."""
 
 Truth = dict[str, torch.Tensor]
@@ -96,10 +98,15 @@ def write(name: str, out: Path) -> None:
     if name == "recorded":
         with Recorder(run.model, run.optimizer, out / "run.chain"):
             run.train(range(BEFORE))
+    elif name == "zero3":
+        with Saver(run.model, run.optimizer, out / "saves.chain") as saver:
+            for step in range(BEFORE):
+                run.train(range(step, step + 1))
+                saver.save(step + 1).wait()
     else:
         for step in range(BEFORE):
             run.train(range(step, step + 1))
-            if name == "fsdp2":
+            if name in ("fsdp1", "fsdp2"):
                 save_dcp(run, out / f"dcp-{step + 1}")
     if run.target.is_zero:
         run.model.save_checkpoint(str(out))
@@ -191,7 +198,8 @@ def load_one(target: Target, source: Source, folder: Path, expected: dict[str, l
     else:
         loaded = load(address, run.model, run.optimizer, cooperate=cooperate)
     equal, differing = 0, []
-    lacking = {key for key in truth if state_of(key) in ("weight", *([] if source.is_weights else [*MOMENTS, "step"]))}
+    states = [] if target.engine == "stages" else ["weight", *([] if source.is_weights else [*MOMENTS, "step"])]
+    lacking = {key for key in truth if state_of(key) in states}
     for name, state, value in run.values(with_moments=not source.is_weights):
         lacking.discard(f"{name}/{state}")
         if is_equal(value, right_value(truth, name, state, value.dtype, source.is_weights)):
@@ -216,7 +224,7 @@ def expected_losses(target: Target, name: str, folder: Path) -> list[float]:
     if target == target_of(name):
         losses: list[list[float]] = json.loads((folder / name / "losses.json").read_text())
         return losses[distributed.get_rank()]
-    if name not in ("fsdp2", "recorded") or target.is_zero or target.form == "meta":
+    if name not in ("fsdp2", "recorded") or target.is_zero or target.form == "meta" or target.engine == "stages":
         return []
     run = Run(target, seed=1)
     load_dcp(run, folder / "fsdp2/dcp-3")  # the recorded run is equal to it

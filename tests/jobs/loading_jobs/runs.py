@@ -75,6 +75,9 @@ TARGETS = (
     Target("tp", 4),
     Target("ddp", 2, "shared"),  # replicas read a share each
     Target("hsdp", 4, "shared"),
+    Target("stages", 2),  # each rank has the modules of its own stage
+    Target("fsdp1", 3),
+    Target("zero3", 3),
     *(Target(f"zero{stage}", world) for stage in (1, 2, 3) for world in (1, 2, 4)),
 )
 
@@ -104,6 +107,8 @@ class Run:
             return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=orig, device_id=cpu)
         if target.engine in ("fsdp2", "hsdp", "tp"):
             return self._fully_sharded(model)
+        if target.engine == "stages":
+            return _own_stage(model, distributed.get_rank())
         if target.is_zero:
             return _deepspeed(model, int(target.engine.removeprefix("zero")))
         return model
@@ -126,8 +131,8 @@ class Run:
         return model
 
     def train(self, steps: range) -> list[float]:
-        """Train these steps and return this rank's losses. Ranks have data of their own."""
-        return [self._step(step) for step in steps]
+        """Train these steps and return this rank's losses: none of stages. Ranks have data of their own."""
+        return [] if self.target.engine == "stages" else [self._step(step) for step in steps]
 
     def _step(self, step: int) -> float:
         rank = distributed.get_rank() // (2 if self.target.engine == "tp" else 1)
@@ -158,6 +163,16 @@ class Run:
             for name, states in tree.items():
                 for state in (*MOMENTS, "step"):
                     yield name, state, states[state]
+
+
+def _own_stage(model: Any, rank: int) -> Any:
+    """Without the modules of the other stage. Those of this one have the names that they have in the full model."""
+    model.blocks = nn.ModuleDict({str(rank): model.blocks[rank]})
+    if rank == 0:
+        del model.head
+    else:
+        del model.word
+    return model
 
 
 def _deepspeed(model: Model, stage: int) -> Any:
