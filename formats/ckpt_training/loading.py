@@ -122,10 +122,11 @@ def load(
         check_initialized(model)
         run = tracked_run(model, optimizer, ranks.rank_and_world()[0], has_begun=False)
         run = run if rename is None else renamed(run, rename)
-    named, notices = _with_names(opened.checkpoint, run, names)
+        shards = list(model_shards_of(run))
+    named, notices = _with_names(opened.checkpoint, names_of_run(run, shards), names)
     with ranks.together():
         matching = Matching(named, ties_of(run), rounding, vocab_rows)
-        fills = [one for one in _model_fills(run, matching) if one[0].memory.numel()]
+        fills = [one for one in _model_fills(run, shards, matching) if one[0].memory.numel()]
         extras = Extras(named, run, parts, random_states)
         groups = GroupOptions(run, named)
         states = StatePlan(run, matching, groups, extras.values)
@@ -211,15 +212,17 @@ def _give_memory(model: Any, source: Checkpoint, device: torch.device | str | No
 
 
 def _with_names(
-    source: Checkpoint, run: TrackedRun, names: Names | Mapping[str, str] | Callable[[str], str] | None
+    source: Checkpoint, own: Sequence[str], names: Names | Mapping[str, str] | Callable[[str], str] | None
 ) -> tuple[Checkpoint, tuple[str, ...]]:
-    """The checkpoint under the names of the model, and a notice if ckpt has chosen them. All ranks agree on these."""
+    """The checkpoint under the names of the model, and a notice if ckpt has chosen them. All ranks agree on these.
+
+    `own`: the names of this rank's tensors.
+    """
     with ranks.together():
         if isinstance(names, str):
             return ckpt.use_names(source, names), ()
         if names is not None:
             return source.rename(names), ()
-        own = [*names_of_run(run)]
     lacking = ranks.total([_lacking(source, own)])[0]
     if not lacking:
         return source, ()
@@ -238,11 +241,11 @@ def _lacking(source: Checkpoint, names: Iterable[str]) -> int:
     return sum(name not in source.parameters and name not in source.aliases for name in names)
 
 
-def _model_fills(run: TrackedRun, matching: Matching) -> Iterator[Fill]:
+def _model_fills(run: TrackedRun, shards: Sequence[LocalShard], matching: Matching) -> Iterator[Fill]:
     """The memory of the model and of the masters, with the stored values. What `refresh` makes is left out."""
-    masters = list(masters_of(run))
-    made_by_refresh = names_with_master(run) if masters else frozenset[str]()
-    for shard in (*masters, *(one for one in model_shards_of(run) if one.name not in made_by_refresh)):
+    masters = list(masters_of(run, shards))
+    made_by_refresh = names_with_master(run, shards) if masters else frozenset[str]()
+    for shard in (*masters, *(one for one in shards if one.name not in made_by_refresh)):
         if (stored := matching.values(shard.part, shard.state, shard.memory.dtype)) is not None:
             yield shard, stored
 

@@ -1,6 +1,6 @@
 """The local shards of a run: of its model, of its masters, and of the states of its optimizers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -36,9 +36,12 @@ def composite_parameters(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
             yield run.rename(clean_name(name)), parameter
 
 
-def masters_of(run: TrackedRun) -> Iterator[LocalShard]:
-    """This rank's memory of the masters: the tensors that optimizers step and the model does not compute with."""
-    of_model, known = _storages(run), set[int]()
+def masters_of(run: TrackedRun, shards: Iterable[LocalShard] | None = None) -> Iterator[LocalShard]:
+    """This rank's memory of the masters: the tensors that optimizers step and the model does not compute with.
+
+    `shards`: what `model_shards_of` yields, if that is known.
+    """
+    of_model, known = _storages(run, shards), set[int]()
     for one in run.tensors:
         if id(one.tensor) not in known and _is_master(one, of_model):
             known.add(id(one.tensor))
@@ -52,10 +55,10 @@ def is_of_elements(one: TrackedTensor, name: object, value: object) -> bool:
     return is_tensor and (bool(one.tensor.dim()) or name != "step")
 
 
-def names_of_run(run: TrackedRun) -> list[str]:
-    """The names of this rank's parameters and persistent buffers."""
+def names_of_run(run: TrackedRun, shards: Iterable[LocalShard]) -> list[str]:
+    """The names of this rank's parameters and persistent buffers. `shards`: what `model_shards_of` yields."""
     stepped = (name for groups in run.group_names for names in groups for name in names)
-    return list(dict.fromkeys([*stepped, *(shard.name for shard in model_shards_of(run))]))
+    return list(dict.fromkeys([*stepped, *(shard.name for shard in shards)]))
 
 
 def ties_of(run: TrackedRun) -> dict[str, tuple[str, ...]]:
@@ -75,9 +78,12 @@ def _names_of_buffers(run: TrackedRun, first: dict[int, str]) -> Iterator[tuple[
             yield full, first[id(buffer)]
 
 
-def names_with_master(run: TrackedRun) -> frozenset[str]:
-    """The names of the parameters whose values in the model are made of masters, which may be on other ranks."""
-    of_model = _storages(run)
+def names_with_master(run: TrackedRun, shards: Iterable[LocalShard] | None = None) -> frozenset[str]:
+    """The names of the parameters whose values in the model are made of masters, which may be on other ranks.
+
+    `shards`: what `model_shards_of` yields, if that is known.
+    """
+    of_model = _storages(run, shards)
     with_master = {one.optimizer for one in run.tensors if _is_master(one, of_model)}
     own = {name for one in run.tensors if not _is_master(one, of_model) for name in one.names}
     every = (name for number in with_master for names in run.group_names[number] for name in names)
@@ -102,9 +108,10 @@ def states_of(run: TrackedRun, number: int) -> Iterator[LocalShard]:
             yield shard_of(local_shard(value).detach(), part, from_stored(str(name)), "parameter")
 
 
-def _storages(run: TrackedRun) -> frozenset[int]:
+def _storages(run: TrackedRun, shards: Iterable[LocalShard] | None) -> frozenset[int]:
     """Where the memory of the model's tensors begins, on this rank."""
-    return frozenset(shard.memory.untyped_storage().data_ptr() for shard in model_shards_of(run))
+    every = model_shards_of(run) if shards is None else shards
+    return frozenset(shard.memory.untyped_storage().data_ptr() for shard in every)
 
 
 def _is_master(one: TrackedTensor, of_model: frozenset[int]) -> bool:
