@@ -13,6 +13,8 @@ from ckpt_training.replicas import Fill
 
 _STAGED = 32 << 20
 """The bytes of the buffer through which values go to a device."""
+_JOINED = 128
+"""Ranks whose evidence one rank joins."""
 
 
 def fill(reading: Reading, fills: Iterable[Fill]) -> None:
@@ -41,13 +43,25 @@ def _fill_device(reading: Reading, shard: LocalShard, stored: Tensor) -> None:
         shard.memory.copy_(memory)
 
 
-def verify_together(reading: Reading) -> tuple[int, tuple[str, ...]]:
-    """Compare the checksums of all that the ranks have read together. Every rank must call it."""
-    every = ranks.gather_bytes(reading.evidence())
+def verify_together(reading: Reading, group_size: int = _JOINED) -> tuple[int, tuple[str, ...]]:
+    """Compare the checksums of all that the ranks have read together. Every rank must call it.
+
+    The first of each `group_size` ranks joins the evidence of its group, and rank 0 that of these: so no rank gets the
+    evidence of all.
+    """
+    rank, world = ranks.rank_and_world()
+    first = rank - rank % group_size
+    evidence = reading.evidence()
+    received = ranks.sent_to(first, evidence, range(first + 1, min(first + group_size, world)))
+    with ranks.together():
+        if received and rank:
+            evidence = reading.evidence(received)
+    if rank == first:
+        received += ranks.sent_to(0, evidence, range(group_size, world, group_size))
     verdict = b""
     with ranks.together():
-        if ranks.rank_and_world()[0] == 0:
-            verification = reading.verify(every[1:])
+        if rank == 0:
+            verification = reading.verify(received)
             verdict = json.dumps([verification.seals, verification.unverified]).encode()
     seals, unverified = json.loads(ranks.broadcast_bytes(verdict))
     return int(seals), tuple(unverified)

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -22,6 +22,7 @@ from ckpt_training.engines.run import TrackedRun, clean_name, renamed
 from ckpt_training.extras import Extras
 from ckpt_training.filling import fill, verify_together
 from ckpt_training.group_options import GroupOptions
+from ckpt_training.local_shards import LocalShard
 from ckpt_training.matching import Matching, Rounding
 from ckpt_training.mismatches import check_fit, quoted, some
 from ckpt_training.opening import open_together

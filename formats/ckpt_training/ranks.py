@@ -89,6 +89,27 @@ def gather_bytes(data: bytes) -> list[bytes]:
     return [_bytes(one, int(size)) for one, size in zip(every, sizes, strict=True)]
 
 
+def sent_to(root: int, data: bytes, senders: Sequence[int]) -> list[bytes]:
+    """Send bytes to one rank: there, those of the senders in their order; on the senders, nothing. No pickle is sent.
+
+    The root and each sender must call it; other ranks need not.
+    """
+    rank, device = rank_and_world()[0], exchange_device() if senders else None
+    if rank in senders:
+        distributed.send(torch.tensor([len(data)], device=device), root)
+        if data:
+            distributed.send(_tensor(data), root)
+    every = list[bytes]()
+    for sender in senders if rank == root else ():
+        size = torch.zeros(1, dtype=torch.int64, device=device)
+        distributed.recv(size, sender)
+        content = torch.empty(int(size), dtype=torch.uint8, device=device)
+        if int(size):
+            distributed.recv(content, sender)
+        every.append(_bytes(content, int(size)))
+    return every
+
+
 def broadcast_bytes(data: bytes, root: int = 0) -> bytes:
     """The bytes of one rank. Every rank must call it. No pickle is sent."""
     if rank_and_world()[1] == 1:
