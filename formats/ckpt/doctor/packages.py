@@ -44,7 +44,11 @@ OPTIONAL = {
     "distributed": ("distributed", "workers of Dask: --executor dask://", _EXTRAS.format("dask")),
     "huggingface_hub": ("huggingface_hub", "models on the hub: hf://", _EXTRAS.format("hf")),
     "ray": ("ray", "workers of Ray: --executor ray://", _EXTRAS.format("ray")),
-    "torch": ("torch", "recording a run, and replay by torch's own optimizer", _EXTRAS.format("recorder")),
+    "torch": (
+        "torch",
+        "loading into jobs, saving and recording them, and replay by torch's own optimizer",
+        _EXTRAS.format("training"),
+    ),
 }
 """Likewise, with the command that installs it."""
 
