@@ -1,4 +1,4 @@
-"""Loads into live jobs and saves from them, beside the engines' own: `jobs.py [PART ...] [--rounds 5] [--json FILE]`.
+"""Loads into live jobs, beside the engines' own: `jobs.py [PART ...] [--rounds 5] [--json FILE]`.
 
     loads      FSDP2, ZeRO 3 and a plain model with Adam, 40 M parameters: CPU seconds, memory and bytes of a rank
 
