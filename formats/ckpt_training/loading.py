@@ -26,7 +26,7 @@ from ckpt_training.local_shards import LocalShard
 from ckpt_training.matching import Matching, Rounding
 from ckpt_training.mismatches import check_fit, quoted, some
 from ckpt_training.opening import open_together
-from ckpt_training.optimizer_states import StatePlan
+from ckpt_training.optimizer_states import StatePlan, with_counts
 from ckpt_training.replicas import Cooperate, Fill, replicas_of
 from ckpt_training.resumed_steps import count_from
 from ckpt_training.run_shards import masters_of, model_shards_of, names_of_run, names_with_master, ties_of
@@ -124,20 +124,22 @@ def load(
         run = tracked_run(model, optimizer, ranks.rank_and_world()[0], has_begun=False)
         run = run if rename is None else renamed(run, rename)
         shards = list(model_shards_of(run))
-    named, notices = _with_names(opened.checkpoint, names_of_run(run, shards), names)
-    with ranks.together():
-        matching = Matching(named, ties_of(run), rounding, vocab_rows)
-        fills = [one for one in _model_fills(run, shards, matching) if one[0].memory.numel()]
-        extras = Extras(named, run, parts, random_states)
-        groups = GroupOptions(run, named)
-        states = StatePlan(run, matching, groups, extras.values)
-    unexpected = _unexpected(matching, states)
-    missing = _of_all_ranks([*matching.mismatches.missing, *extras.missing()])
-    with ranks.together():
-        check_fit(matching.mismatches, missing, unexpected, strict, named)
-        notices = (*notices, *_notices(states, groups))
-    clock.note("plan")
+        own, ties = names_of_run(run, shards), ties_of(run)
+    named, notices = _with_names(opened.checkpoint, own, names)
     with Reading(named, resources=resources) as reading:
+        with ranks.together():
+            named = with_counts(named, [*own, *ties], reading) if run.optimizers else named
+            matching = Matching(named, ties, rounding, vocab_rows)
+            fills = [one for one in _model_fills(run, shards, matching) if one[0].memory.numel()]
+            extras = Extras(named, run, parts, random_states)
+            groups = GroupOptions(run, named)
+            states = StatePlan(run, matching, groups, extras.values)
+        unexpected = _unexpected(matching, states)
+        missing = _of_all_ranks([*matching.mismatches.missing, *extras.missing()])
+        with ranks.together():
+            check_fit(matching.mismatches, missing, unexpected, strict, named)
+            notices = (*notices, *_notices(states, groups))
+        clock.note("plan")
         try:
             with ranks.together(), torch.no_grad():
                 fills += [one for one in states.create() if one[0].memory.numel()]

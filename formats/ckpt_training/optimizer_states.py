@@ -3,15 +3,16 @@
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
+from ckpt.reading import Reading
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.state_names import from_stored, to_stored
 from ckpt_formats.core.tensor import Tensor
@@ -73,7 +74,7 @@ class StatePlan:
     unused: dict[str, None] = field(default_factory=dict)
     """Stored states that no optimizer of the run keeps."""
     read: list[Tensor] = field(default_factory=list)
-    """Stored states that were read to plan, such as counts of steps: their checksums are not compared yet."""
+    """Stored states that were read to plan: their checksums are not compared yet."""
     _planned: list[PlannedState] = field(default_factory=list)
     _dropped: list[tuple[int, str | None]] = field(default_factory=list)
     """States that the run had not at that step, by the number of the tensor and the key; None: all."""
@@ -184,8 +185,6 @@ class StatePlan:
 
     def _count_of(self, number: int, stored: list[Parameter]) -> int | float | None:
         """The number of steps of a tensor. Raises `UnsupportedError` if its parameters had different ones."""
-        own = (one.states.get(_COUNT) for one in stored if one.values.get(_COUNT) is None)
-        self.read += [one for one in own if one is not None and one.size == 1]
         counts = {count for one in stored if (count := one.count) is not None}
         if len(counts) > 1:
             raise UnsupportedError(
@@ -253,6 +252,28 @@ class StatePlan:
             return existing or None
         own = {name: form for name, form in existing.items() if from_stored(name) in in_source}  # put there by the user
         return {**own, **{name: existing.get(name, form) for name, form in probed.items()}}
+
+
+def with_counts(source: Checkpoint, names: Iterable[str], reading: Reading) -> Checkpoint:
+    """The checkpoint with the counts of steps of these parameters as plain values, all of which are read at once.
+
+    Many formats store each as a tensor of one element.
+    """
+    wanted = dict.fromkeys(source.aliases.get(name, name) for name in names)
+    counted = {
+        name: (parameter, np.empty(parameter.states[_COUNT].shape, parameter.states[_COUNT].dtype))
+        for name in wanted
+        if (parameter := source.parameters.get(name)) is not None
+        and parameter.values.get(_COUNT) is None
+        and _COUNT in parameter.states
+        and parameter.states[_COUNT].size == 1
+    }
+    reading.fill((parameter.states[_COUNT], array) for parameter, array in counted.values())
+    changed = {}
+    for name, (parameter, array) in counted.items():
+        count = int(array.item()) if array.dtype.kind in "iu" else float(array.item())
+        changed[name] = replace(parameter, values={**parameter.values, _COUNT: count})
+    return replace(source, parameters={**source.parameters, **changed}) if changed else source
 
 
 def _forms_after_a_step(
