@@ -19,6 +19,7 @@ from ckpt_formats.core.errors import CkptError, InvalidArgumentError, Unsupporte
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.universal import manifest
+from ckpt_formats.universal.boxes.whole import WholeParameters
 from ckpt_formats.universal.chain import folder
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.chain.members import OpenedMembers, add_hint, open_member, open_members, open_one
@@ -259,7 +260,7 @@ def _rewritten(
     if member is None or source is None:
         source = open_state(run, chain, state.step)
         return write_base(source, target, state.step, policy, resources, progress, unchanged=unchanged).member
-    content = None if _has_boxes(run, member) else member.content
+    content = None if isinstance(source.parameters, WholeParameters) else member.content
     if state.how == "base":
         written = write_base(source, target, member.step, policy, resources, progress, content, unchanged)
     else:
