@@ -85,13 +85,17 @@ class ItemReader:
     """All items that each metadata file names."""
     _known: dict[tuple[str, int, int], Blob] = field(default_factory=dict, repr=False)
     _forms: dict[tuple[int, DType, Shape], ParsedTemplate] = field(default_factory=dict, repr=False)
+    _paths: dict[str, Path] = field(default_factory=dict, repr=False)
+    """The path of each file: a path is hashed often, and keeps its hash."""
 
     def window(self, item: ItemRange, max_nbytes: int) -> Window | Frame:
         """The bytes of an item, decoded if it is compressed, then at most `max_nbytes`.
 
         Raises `CorruptError`, `UnsafeError`, `NotFoundError` or `UnsupportedError`.
         """
-        path = self.folder / item.file
+        path = self._paths.get(item.file)
+        if path is None:
+            path = self._paths[item.file] = self.folder / item.file
         window = Window(path, item.offset, item.nbytes, _EDGE)
         if not item.transforms:
             return window
@@ -129,7 +133,7 @@ class ItemReader:
         return self.folder
 
     def __setstate__(self, folder: Path) -> None:
-        self.folder, self.items, self._known, self._forms = folder, (), {}, {}
+        self.folder, self.items, self._known, self._forms, self._paths = folder, (), {}, {}, {}
 
     @cached_property
     def _coming(self) -> _ComingItems | None:
