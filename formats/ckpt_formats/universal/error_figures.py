@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from operator import add
+from typing import TYPE_CHECKING
 
-from ckpt_codecs import lossy
 from ckpt_formats.core.checkpoint import OLDER, OLDEST_STEP, ErrorFigures
+
+if TYPE_CHECKING:
+    from ckpt_codecs import lossy
 
 _COMBINE: Mapping[str, Callable[[float, float], float]] = {
     "differing": add,
@@ -17,7 +20,7 @@ _COMBINE: Mapping[str, Callable[[float, float], float]] = {
 
 
 def figures(
-    measured: lossy.ErrorStats, changed: bool, promised: Mapping[str, float] | None = None
+    measured: "lossy.ErrorStats", changed: bool, promised: Mapping[str, float] | None = None
 ) -> ErrorFigures | None:
     """The figures that `docs/format.md` names, and those in `promised`; None if all bits are equal.
 
