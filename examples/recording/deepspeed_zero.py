@@ -29,7 +29,6 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 if source:
     load(source[0], engine)
-
 data = torch.randn(12, 2, 8, 16, generator=torch.Generator().manual_seed(2))
 with Recorder(engine, None, chain):  # the engine counts steps, and notes what it resumes with
     for step in range(engine.global_steps, 12):

@@ -23,7 +23,7 @@ from ckpt_formats.core.format import FilePlan, Plan
 from ckpt_formats.core.identity import Identity
 from ckpt_formats.core.layout import ShardBlock
 from ckpt_formats.core.notices import Notice
-from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.tensor import BlockIndexer, FlatIndexer, Tensor
 from ckpt_formats.core.value_changes import ChangedTensor
 from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.universal.chain.file import AppendedFrom, ChainIndex, LoggedSteps, Member, SharedPacks, Tip
@@ -33,6 +33,7 @@ __all__ = [
     "AcceptedStep",
     "AppendResult",
     "AppendedFrom",
+    "BlockIndexer",
     "ChainIndex",
     "ChangedTensor",
     "ChosenFile",
@@ -45,6 +46,7 @@ __all__ = [
     "Edit",
     "FilePlan",
     "Finding",
+    "FlatIndexer",
     "Group",
     "Histogram",
     "Identity",

@@ -339,7 +339,8 @@ def test_options_that_cannot_be_are_refused(run: Run, tmp_path: Path) -> None:
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, torch
+torch.set_num_threads({threads})  # sums are rounded otherwise with other numbers of threads
 sys.path[:0] = {paths!r}
 from pathlib import Path
 from ckpt_training import copies
@@ -363,7 +364,8 @@ def test_a_save_of_a_killed_trainer_is_published_if_all_was_copied(tmp_path: Pat
     target = tmp_path / name
     first = "" if is_copied else "gate.open.clear()"
     last = "handle._snapshot.copied.wait(60); import time; time.sleep(0.2)" if is_copied else ""
-    script = KILLED.format(paths=[str(Path(__file__).parent)], target=str(target), first=first, last=last)
+    paths, threads = [str(Path(__file__).parent)], torch.get_num_threads()
+    script = KILLED.format(paths=paths, threads=threads, target=str(target), first=first, last=last)
     done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == -signal.SIGKILL
     run = Run()
