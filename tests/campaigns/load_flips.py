@@ -68,7 +68,7 @@ class Damage:
 
     def __init__(self, source: Source, folder: Path, out: Path, rng: random.Random) -> None:
         path, _, step = source.address.partition("@")
-        self.source, self.rng, self.root = source, rng, out / "source" / Path(path).name
+        self.source, self.rng, self.root = source, rng, out / "source" / source.run / Path(path).name
         if distributed.get_rank() == 0:
             shutil.rmtree(self.root, ignore_errors=True)
             self.root.parent.mkdir(parents=True, exist_ok=True)
