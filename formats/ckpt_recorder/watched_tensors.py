@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 from ckpt_training.composite_tensors import components
-from ckpt_training.engines.run import TrackedRun, clean_name, frozen_tensors, is_local, modules_of_fsdp2
+from ckpt_training.engines.run import (
+    TrackedRun,
+    clean_name,
+    frozen_tensors,
+    is_local,
+    modules_of_fsdp2,
+    with_extra_states,
+)
 from ckpt_training.local_shards import is_sharded, local_shard
 
 
@@ -61,11 +68,7 @@ class WatchedTensors:
             for prefix, module in run.model.named_modules(remove_duplicate=False)
             for name in module._buffers.keys()  # noqa: SIM118 -- those of scripted modules cannot be iterated over
         ]
-        self.with_extra_states = [
-            (run.rename(clean_name(f"{prefix}._extra_state" if prefix else "_extra_state")), module)
-            for prefix, module in run.model.named_modules()
-            if type(module).get_extra_state is not nn.Module.get_extra_state
-        ]
+        self.with_extra_states = list(with_extra_states(run, "get_extra_state"))
         """The modules that add values of their own to the state dict, by the names of these values."""
         self._shapes = [(one.tensor.shape, one.tensor.dtype) for one in run.tensors]
         self._modules = list(_structure(run.model))

@@ -12,15 +12,13 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, UnsupportedError
 from ckpt_training import ranks
 from ckpt_training.composite_tensors import components
-from ckpt_training.engines.run import TrackedRun, clean_name
+from ckpt_training.engines.run import TrackedRun, with_extra_states
 from ckpt_training.plain_notes import OPTIMIZER_ENTRIES, extra_name, note_name
 from ckpt_training.plain_values import PlainValues
 from ckpt_training.random_states import restore_random_states
 from ckpt_training.run_shards import composite_parameters
-from ckpt_training.writing.rank_notes import RANK_PARTS, rank_name
+from ckpt_training.writing.rank_notes import RANDOM_STATES, RANK_PARTS, rank_name
 
-EXTRA_STATE = "_extra_state"
-_RANDOM_STATES = "random_states"
 _OWN = ("ckpt", RANK_PARTS)
 """Extras that ckpt itself writes about a checkpoint."""
 
@@ -78,7 +76,7 @@ class Extras:
 
     def missing(self) -> list[str]:
         """The composite parameters, and the extra states of this rank's modules that say something, that it lacks."""
-        modules = (name for name, one in self._modules() if _has_extra_state(one))
+        modules = (name for name, one in self._modules() if _says_something(one))
         names = (*modules, *(name for name, _ in composite_parameters(self.run)))
         return [name for name in names if name not in self.source.extras]
 
@@ -98,16 +96,14 @@ class Extras:
                 self._load(name, name, module.set_extra_state)
         for name, part in self.parts.items():
             self._load(name, self._stored_name(name) or name, part.load_state_dict)
-        states = self.source.extras.get(_RANDOM_STATES)
-        own = f"rank-{ranks.rank_and_world()[0]:05d}"
+        states = self.source.extras.get(RANDOM_STATES)
+        own = rank_name(ranks.rank_and_world()[0])
         if self.random_states and isinstance(states, Mapping) and own in states:
-            self._load(_RANDOM_STATES, _RANDOM_STATES, lambda value: restore_random_states(value[own]))
+            self._load(RANDOM_STATES, RANDOM_STATES, lambda value: restore_random_states(value[own]))
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules that have an extra state, by its name."""
-        for prefix, module in self.run.model.named_modules():
-            if type(module).set_extra_state is not nn.Module.set_extra_state:
-                yield self.run.rename(clean_name(f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE)), module
+        """The modules that take an extra state, by its name."""
+        return with_extra_states(self.run, "set_extra_state")
 
     def _stored_name(self, part: str) -> str | None:
         """The name of the extra with the state of a part; None if there is none."""
@@ -134,7 +130,7 @@ class Extras:
         self.taken.add(stored)
 
 
-def _has_extra_state(module: nn.Module) -> bool:
+def _says_something(module: nn.Module) -> bool:
     """Has a module anything to store? Linear layers of Megatron have None, those of TE without fp8 an empty tensor."""
     if type(module).get_extra_state is nn.Module.get_extra_state:
         return False

@@ -1,15 +1,16 @@
 """Read stored values into local shards, and verify on all ranks together what they have read."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from ckpt.reading import Reading
+from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_training import ranks
-from ckpt_training.local_shards import LocalShard, as_array
-from ckpt_training.replicas import Fill
+from ckpt_training.local_shards import as_array
 
 _STAGED = 32 << 20
 """The bytes of the buffer through which values go to a device."""
@@ -17,30 +18,37 @@ _JOINED = 128
 """Ranks whose evidence one rank joins."""
 
 
-def fill(reading: Reading, fills: Iterable[Fill]) -> None:
-    """Read all local shards: those of the CPU straight into their memory, others through a buffer."""
-    others, own = list[Fill](), []
-    for shard, stored in fills:
-        if shard.memory.device.type == "cpu":
-            own.append((stored, as_array(shard.memory)))
-        else:
-            others.append((shard, stored))
-    reading.fill(own)
-    for shard, stored in others:
-        _fill_device(reading, shard, stored)
+@contextmanager
+def changing(target: str) -> Iterator[None]:
+    """Within, an error says that what is loaded into (`target`) has values of before and of the checkpoint."""
+    try:
+        yield
+    except CkptError as error:
+        again = f"The {target} now has values of both: load again."
+        error.hint = f"{error.hint} {again}" if error.hint else again
+        raise
 
 
-def _fill_device(reading: Reading, shard: LocalShard, stored: Tensor) -> None:
-    """Read a local shard on a device, in blocks."""
-    memory = shard.memory if shard.memory.is_contiguous() else torch.empty_like(shard.memory).contiguous()
+def fill(reading: Reading, pairs: Iterable[tuple[Tensor, torch.Tensor]]) -> None:
+    """Read tensors into memory of their shapes: on the CPU straight, on other devices through a buffer."""
+    pairs = list(pairs)
+    reading.fill((stored, as_array(memory)) for stored, memory in pairs if memory.device.type == "cpu")
+    for stored, memory in pairs:
+        if memory.device.type != "cpu":
+            _fill_device(reading, stored, memory)
+
+
+def _fill_device(reading: Reading, stored: Tensor, target: torch.Tensor) -> None:
+    """Read a tensor into memory on a device, in blocks."""
+    memory = target if target.is_contiguous() else torch.empty_like(target).contiguous()
     flat, each = memory.view(-1), max(1, _STAGED // memory.element_size())
     buffer = torch.empty(min(each, flat.numel()), dtype=memory.dtype, pin_memory=memory.device.type == "cuda")
     for low in range(0, flat.numel(), each):
         block = buffer[: min(each, flat.numel() - low)]
         reading.fill([(stored.flat[low : low + block.numel()], as_array(block))])
         flat[low : low + block.numel()].copy_(block)
-    if memory is not shard.memory:
-        shard.memory.copy_(memory)
+    if memory is not target:
+        target.copy_(memory)
 
 
 def verify_together(reading: Reading, group_size: int = _JOINED) -> tuple[int, tuple[str, ...]]:

@@ -14,7 +14,7 @@ from ckpt_formats.core.values import Global, Value
 from ckpt_training.engines.run import TrackedRun
 from ckpt_training.plain_values import PlainValues
 
-_OF_THE_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
+OF_THE_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
 """What a group has of the run itself: its tensors, and the options that choose a kernel and no arithmetic."""
 
 
@@ -45,7 +45,7 @@ class GroupOptions:
                         hint="Build the optimizer with the groups that the checkpoint has.",
                     )
                 if options:
-                    own = {name: value for name, value in options[0].items() if name not in _OF_THE_RUN}
+                    own = {name: value for name, value in options[0].items() if name not in OF_THE_RUN}
                     self._planned[number, at] = values.of(own)
 
     def unstated(self) -> list[str]:
@@ -55,7 +55,7 @@ class GroupOptions:
             for at in range(len(groups)):
                 stored = self._planned.get((number, at), {})
                 names |= dict.fromkeys(name for name in self.run.groups_of(number)[at] if name not in stored)
-        return [name for name in names if name not in _OF_THE_RUN]
+        return [name for name in names if name not in OF_THE_RUN]
 
     def after_load(self, optimizer: int, group: int) -> dict[str, Any]:
         """The options of a group as they will be."""

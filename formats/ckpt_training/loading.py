@@ -20,11 +20,11 @@ from ckpt_training.engines.meta_device import materialize, on_meta
 from ckpt_training.engines.registry import check_initialized, tracked_run
 from ckpt_training.engines.run import TrackedRun, clean_name, renamed
 from ckpt_training.extras import Extras
-from ckpt_training.filling import fill, verify_together
+from ckpt_training.filling import changing, fill, verify_together
 from ckpt_training.group_options import GroupOptions
 from ckpt_training.local_shards import LocalShard
 from ckpt_training.matching import Matching, Rounding
-from ckpt_training.mismatches import check_fit, quoted, some
+from ckpt_training.mismatches import check_fit, listed
 from ckpt_training.opening import open_together
 from ckpt_training.optimizer_states import StatePlan, with_counts
 from ckpt_training.replicas import Cooperate, Fill, replicas_of
@@ -140,12 +140,12 @@ def load(
             check_fit(matching.mismatches, missing, unexpected, strict, named)
             notices = (*notices, *_notices(states, groups))
         clock.note("plan")
-        try:
+        with changing("run"):
             with ranks.together(), torch.no_grad():
                 fills += [one for one in states.create() if one[0].memory.numel()]
             replicas = replicas_of(fills, named, cooperate)
             with ranks.together(), torch.no_grad():
-                fill(reading, replicas.share(fills))
+                fill(reading, ((stored, shard.memory) for shard, stored in replicas.share(fills)))
                 reading.fill((one, np.empty(one.shape, one.dtype)) for one in states.read)
             replicas.exchange(fills)
             clock.note("read")
@@ -159,10 +159,6 @@ def load(
                     for one in run.optimizers:
                         count_from(one, named.step)
                 extras.give()
-        except CkptError as error:
-            again = "The run now has values of both: load again."
-            error.hint = f"{error.hint} {again}" if error.hint else again
-            raise
         clock.note("finish")
         return Loaded(
             opened.address,
@@ -210,7 +206,7 @@ def _give_memory(model: Any, source: Checkpoint, device: torch.device | str | No
     unfilled = materialize(model, torch.get_default_device() if device is None else torch.device(device))
     if unfilled:
         raise IncompleteError(
-            f"the model is on the meta device, and nothing makes the values of {some(list(map(quoted, unfilled)))}, "
+            f"the model is on the meta device, and nothing makes the values of {listed(unfilled)}, "
             "which no checkpoint has",
             hint="Build the model on the CPU, or give the module a method reset_parameters that makes them.",
         )
@@ -275,9 +271,9 @@ def _of_all_ranks(names: Iterable[str]) -> list[str]:
 def _notices(states: StatePlan, groups: GroupOptions) -> Iterator[str]:
     unstated = groups.unstated()
     if unstated:
-        yield f"the checkpoint does not state these options, which stay: {some(list(map(quoted, unstated)))}"
+        yield f"the checkpoint does not state these options, which stay: {listed(unstated)}"
     if states.fresh:
-        names = some(list(map(quoted, states.fresh)))
+        names = listed(states.fresh)
         yield f"the checkpoint has no optimizer state of {names}: the run had not stepped them"
     if states.skipped:
-        yield f"the optimizer keeps no such state: {some(list(map(quoted, states.skipped)))}"
+        yield f"the optimizer keeps no such state: {listed(states.skipped)}"

@@ -1,6 +1,6 @@
 """What does not fit between a run and a checkpoint, and the error that says so."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -26,42 +26,46 @@ class Mismatches:
     """What would be rounded and must not be, with both dtypes, as text."""
 
 
+def check_rounding(mismatches: Mismatches, source: Checkpoint, target: str) -> None:
+    """Raise `UnsupportedError` for values that would be rounded and must not be. `target`: what is loaded into."""
+    if mismatches.refused:
+        name, dtypes = next(iter(mismatches.refused.items()))
+        raise UnsupportedError(
+            f"{len(mismatches.refused)} tensors would be rounded, such as `{printable(name)}`: {dtypes}",
+            where=source.path,
+            hint=f'Allow it with rounding="all", or give the {target} the dtypes of the checkpoint.',
+        )
+
+
 def check_fit(
     mismatches: Mismatches, missing: Sequence[str], unexpected: Sequence[str], strict: bool, source: Checkpoint
 ) -> None:
     """Raise an error for what does not fit; unless `strict`, only for values that would be rounded."""
-    if mismatches.refused:
-        name, dtypes = next(iter(mismatches.refused.items()))
-        raise UnsupportedError(
-            f"{len(mismatches.refused)} tensors would be rounded, such as `{name}`: {dtypes}",
-            where=source.path,
-            hint='Allow it with rounding="all", or give the run the dtypes of the checkpoint.',
-        )
+    check_rounding(mismatches, source, "run")
     missing = () if source.is_partial else missing
     if any(isinstance(edit, WeightsOnly) for edit in source.history):
         missing = [name for name in missing if not name.endswith(")")]
     if not strict or not (missing or unexpected or mismatches.shapes):
         return
     shapes = [f"`{name}` ({text})" for name, text in mismatches.shapes.items()]
-    lists = [
-        ("missing", list(map(quoted, missing))),
-        ("unexpected", list(map(quoted, unexpected))),
-        ("mismatched", shapes),
-    ]
-    what = "; ".join(f"{kind}: {some(names)}" for kind, names in lists if names)
+    lists = (
+        ("missing", listed(missing)),
+        ("unexpected", listed(unexpected)),
+        ("mismatched", _shortened(shapes)),
+    )
+    what = "; ".join(f"{kind}: {text}" for kind, text in lists if text)
     error = IncompleteError if missing else InvalidArgumentError
     raise error(f"the checkpoint does not fit the run: {what}", where=source.path, hint=_hint(missing, unexpected))
 
 
-def quoted(name: str) -> str:
-    """Return a name as messages show it."""
-    return f"`{printable(name)}`"
+def listed(names: Iterable[str]) -> str:
+    """Return the first names as messages show them, and how many more there are; empty if there are none."""
+    return _shortened([f"`{printable(name)}`" for name in names])
 
 
-def some(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+def _shortened(texts: Sequence[str]) -> str:
+    rest = len(texts) - _SHOWN
+    return ", ".join(texts[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:

@@ -49,7 +49,7 @@ class Replicas:
         rank = ranks.rank_and_world()[0]
         for number, member in enumerate(self.members):
             memory = [
-                _flat(shard.memory)[low:high] for shard, _, low, high in _segments(fills, number, len(self.members))
+                shard.memory.view(-1)[low:high] for shard, _, low, high in _segments(fills, number, len(self.members))
             ]
             for block in _blocks(memory):
                 buffer = torch.cat([one.view(torch.uint8) for one in block]).to(ranks.exchange_device())
@@ -67,7 +67,7 @@ def replicas_of(fills: Sequence[Fill], source: Checkpoint, cooperate: Cooperate)
     rank, world = ranks.rank_and_world()
     if world == 1 or cooperate == "off":
         return Replicas((rank,), None)
-    is_shared = all(_is_dense(shard.memory) for shard, _ in fills)
+    is_shared = all(shard.memory.is_contiguous() for shard, _ in fills)
     own = _digest(fills) if is_shared else rank.to_bytes(8, "big")
     every = ranks.gather_bytes(own + xxhash.xxh3_64_digest(socket.gethostname().encode()))
     is_far = len({one[8:] for one in every}) > 1 or any(is_remote(file.path) for file in source.files)
@@ -102,15 +102,7 @@ def _part(shard: LocalShard, low: int, high: int) -> LocalShard:
     """Some elements of a local shard; all of them as it is."""
     if high - low == shard.memory.numel():
         return shard
-    return LocalShard(shard.part, shard.state, shard.role, _flat(shard.memory)[low:high])
-
-
-def _flat(memory: torch.Tensor) -> torch.Tensor:
-    return memory.view(-1)
-
-
-def _is_dense(memory: torch.Tensor) -> bool:
-    return memory.is_contiguous()
+    return LocalShard(shard.part, shard.state, shard.role, shard.memory.view(-1)[low:high])
 
 
 def _blocks(memory: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -31,7 +31,7 @@ from ckpt_formats.universal.chain import folder as chain_folder
 from ckpt_formats.universal.gradients.noted_tensors import names_for_noted_tensors
 from ckpt_training import ranks
 from ckpt_training.engines.registry import check_initialized, tracked_run
-from ckpt_training.engines.run import clean_name, further_entries
+from ckpt_training.engines.run import further_entries, with_extra_states
 from ckpt_training.group_options import group_options
 from ckpt_training.plain_notes import OPTIMIZER_ENTRIES, extra_name, plain_note
 from ckpt_training.random_states import RandomStates
@@ -314,10 +314,8 @@ class Saver:
         extras |= {extra_name(name): plain_note(part) for name, part in self._parts.items()}
         if entries := further_entries(run):
             extras[OPTIMIZER_ENTRIES] = plain_note(entries)
-        for name, module in run.model.named_modules():
-            if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-                full = run.rename(clean_name(f"{name}._extra_state" if name else "_extra_state"))
-                extras[full] = plain_note(module.get_extra_state())
+        for name, module in with_extra_states(run, "get_extra_state"):
+            extras[name] = plain_note(module.get_extra_state())
         return extras
 
     def _notes(

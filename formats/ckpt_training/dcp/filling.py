@@ -14,21 +14,21 @@ import ckpt
 from ckpt.reading import Reading
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import CkptError, IncompleteError, InvalidArgumentError, UnsupportedError
+from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Record, Value
 from ckpt_training.dcp.entries import PARAMS, Entry, GroupOption, ModelWeight, OptimizerState, StoredEntries
-from ckpt_training.dcp.matching import KeyAgreement, NamedSource, listed
-from ckpt_training.filling import verify_together
+from ckpt_training.dcp.matching import KeyAgreement, NamedSource
+from ckpt_training.filling import changing, fill, verify_together
+from ckpt_training.group_options import OF_THE_RUN
 from ckpt_training.loading import Loaded
-from ckpt_training.local_shards import LocalPart, as_array, dtype_name, local_shard
+from ckpt_training.local_shards import LocalPart, dtype_name, local_shard
 from ckpt_training.matching import Matching, Rounding
+from ckpt_training.mismatches import check_rounding, listed
 from ckpt_training.plain_values import PlainValues
 
-_OF_THE_RUN = (PARAMS, "foreach", "fused", "capturable", "differentiable")
-"""What a group has of the run itself: its tensors, and the options that choose a kernel and no arithmetic."""
 _COUNT = "step"
 
 
@@ -66,28 +66,17 @@ class StateDictLoad:
                 stored = self._stored(item, entry, entries, matching, memory.dtype)
                 if stored is not None:
                     fills.append((stored, memory))
-            if matching.mismatches.refused:
-                refused = matching.mismatches.refused
-                name, dtypes = next(iter(refused.items()))
-                raise UnsupportedError(
-                    f"{len(refused)} tensors would be rounded, such as `{printable(name)}`: {dtypes}",
-                    where=source.path,
-                    hint='Allow it with rounding="all", or give the state dict the dtypes of the checkpoint.',
-                )
+            check_rounding(matching.mismatches, source, "state dict")
             encoded = [(item, _encoded(item, value)) for item, value in values]
         with Reading(source, resources=resources) as reading:
-            try:
+            with changing("state dict"):
                 with self.agreed.together(), torch.no_grad():
-                    _fill(reading, fills)
+                    fill(reading, fills)
                 if self.agreed.ranks > 1:
                     seals, unverified = verify_together(reading)
                 else:
                     alone = reading.verify()
                     seals, unverified = alone.seals, alone.unverified
-            except CkptError as error:
-                again = "The state dict now has values of both: load again."
-                error.hint = f"{error.hint} {again}" if error.hint else again
-                raise
             for item, memory in tensors:
                 self.planner.commit_tensor(item, memory)
             for item, data in encoded:
@@ -159,7 +148,7 @@ class StateDictLoad:
         key, source = item.dest_index.fqn, entries.source
         current = self._current(key)
         if isinstance(entry, GroupOption):
-            if entry.option in _OF_THE_RUN and current is not None:
+            if entry.option in OF_THE_RUN and current is not None:
                 return
             options = self._options(entry, entries)
             if entry.option != PARAMS and entry.option not in options:
@@ -197,16 +186,6 @@ class StateDictLoad:
                 hint="Build the optimizer with the groups that the checkpoint has.",
             )
         return stored[0] if stored else {}
-
-
-def _fill(reading: Reading, fills: Sequence[tuple[Tensor, torch.Tensor]]) -> None:
-    """Read all blocks: those of the CPU straight into their memory, others through a buffer."""
-    reading.fill([(stored, as_array(memory)) for stored, memory in fills if memory.device.type == "cpu"])
-    for stored, memory in fills:
-        if memory.device.type != "cpu":
-            buffer = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=memory.device.type == "cuda")
-            reading.fill([(stored, as_array(buffer))])
-            memory.copy_(buffer)
 
 
 def _encoded(item: ReadItem, value: Any) -> io.BytesIO:

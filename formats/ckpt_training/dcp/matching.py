@@ -26,9 +26,9 @@ from ckpt_formats.state_dicts.write import state_tree
 from ckpt_training import ranks
 from ckpt_training.dcp.entries import GroupOption, ModelWeight, OptimizerState, StoredEntries
 from ckpt_training.loading import Names
+from ckpt_training.mismatches import listed
 
 Renaming: TypeAlias = Names | Mapping[str, str] | Callable[[str], str]
-_SHOWN = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,12 +216,6 @@ def _unexpected(keys: Iterable[str], entries: StoredEntries, some_missing: bool)
         own = (*(one for one in parameter.states if one not in (MASTER, MODEL)), *parameter.values)
         if states and parameter.role != "extra":
             yield from (f"{name} ({one})" for one in own if (name, one) not in states)
-
-
-def listed(names: Sequence[str]) -> str:
-    rest = len(names) - _SHOWN
-    listed = ", ".join(f"`{printable(name)}`" for name in names[:_SHOWN])
-    return listed + (f" and {rest} more" if rest > 0 else "")
 
 
 def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from ckpt_training.opening import OpenedSource, open_together
 from ckpt_training.random_states import restore_random_states
 from ckpt_training.ranks import rank_and_world
 from ckpt_training.saver import Saver
+from ckpt_training.writing.rank_notes import rank_name
 
 _STATE_FILE = "trainer_state.json"
 _WEIGHTS_FILE = "model.safetensors"
@@ -106,7 +107,7 @@ class HuggingFaceSaver(installed_class("transformers:TrainerCallback")):  # type
 
     def _restore_random_states(self) -> None:
         states, self._random_states = self._random_states, None
-        own = f"rank-{rank_and_world()[0]:05d}"
+        own = rank_name(rank_and_world()[0])
         if isinstance(states, dict) and own in states:
             restore_random_states(states[own])
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -328,6 +328,15 @@ def frozen_tensors(run: TrackedRun) -> Iterator[tuple[str, torch.Tensor]]:
         logged = run.rename(clean_name(name))
         if logged not in stepped:
             yield logged, parameter
+
+
+def with_extra_states(
+    run: TrackedRun, method: Literal["get_extra_state", "set_extra_state"]
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that have a method of their own for values in state dicts, by the names of these values."""
+    for prefix, module in run.model.named_modules():
+        if getattr(type(module), method) is not getattr(nn.Module, method):
+            yield run.rename(clean_name(f"{prefix}._extra_state" if prefix else "_extra_state")), module
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
