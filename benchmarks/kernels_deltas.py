@@ -114,11 +114,11 @@ def pairs_of_sparse_steps(old: Any, share: float) -> Iterator[Pair]:
     )
     many = int(np.count_nonzero(before != after))
     written = old.find_changes(before, after, which, 16, many)
-    steps = deltas.find_steps(before, after, which, 16, many)
+    steps = deltas.find_steps(before, after, 7, 106, 16, many)
     yield (
         f"find_steps, {share:.1%}",
         lambda: old.find_changes(before, after, which, 16, many)[3],
-        lambda: deltas.find_steps(before, after, which, 16, many)[3],
+        lambda: deltas.find_steps(before, after, 7, 106, 16, many)[3],
     )
     shifts = np.clip(np.frexp((written[3] + 1) / (np.bincount(written[0], minlength=16) + 1))[1] - 3, 0, 24)
     shifts, room = shifts.astype(np.uint8), [np.empty(2 * N, np.uint8) for _ in range(2)]
@@ -133,7 +133,7 @@ def pairs_of_sparse_steps(old: Any, share: float) -> Iterator[Pair]:
     yield (
         f"read_sparse_steps, {share:.1%}",
         lambda: [old.read_changes(data, before, which, sizes, out[0]), out[0]],
-        lambda: [deltas.read_sparse_steps(data, before, which, sizes, out[1]), out[1]],
+        lambda: [deltas.read_sparse_steps(data, before, 7, 106, 16, out[1]), out[1]],
     )
 
 

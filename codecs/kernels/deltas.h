@@ -45,17 +45,23 @@ i64 API(from_grid)(const u32 *predicted, const u8 *units, const u8 *symbols, i64
 i64 API(write_rows)(const u8 *rows, i64 size, i64 columns, u8 *out, i64 room);
 i64 API(read_rows)(const u8 *data, i64 data_size, i64 columns, u8 *rows, i64 size);
 
-/* ---- sparse_steps.c: words of 16-bit floats, each of one of up to 16 buckets ---- */
+/* ---- class_masks.c: words of 16-bit floats ---- */
+
+/* Returns how many words differ. */
+i64 API(count_changed)(const u16 *before, const u16 *after, i64 n);
+
+/* ---- sparse_steps.c: words of 16-bit floats, in up to 16 buckets by the exponents of their predictions ---- */
 
 /* Of each change its bucket, its step and the gap after it; of each bucket its size and the gap before its first change.
  * Returns the number of changes, at most `room`. */
-i64 API(find_steps)(const u16 *predicted, const u16 *actual, const u8 *which, i64 n, i64 buckets, u8 *bucket_of,
-                    i64 *gaps, u16 *steps, i64 room, i64 *sizes, i64 *first_gaps);
+i64 API(find_steps)(const u16 *predicted, const u16 *actual, i64 n, int mantissa_bits, int least, i64 buckets,
+                    u8 *bucket_of, i64 *gaps, u16 *steps, i64 room, i64 *sizes, i64 *first_gaps);
 /* `shifts`: of each bucket, the bits of a gap with equal probabilities, 0 to 24. */
 i64 API(write_sparse_steps)(const u8 *bucket_of, const i64 *gaps, const u16 *steps, i64 count, const i64 *sizes,
                             const i64 *first_gaps, const u8 *shifts, i64 buckets, u8 *out, i64 room);
-i64 API(read_sparse_steps)(const u8 *data, i64 data_size, const u16 *predicted, const u8 *which, i64 n,
-                           const i64 *sizes, i64 buckets, u16 *out);
+/* `out` may be `predicted`. */
+i64 API(read_sparse_steps)(const u8 *data, i64 data_size, const u16 *predicted, i64 n, int mantissa_bits, int least,
+                           i64 buckets, u16 *out);
 
 /* ---- ans_steps.c: words of 16-bit floats, each of one of up to 16 buckets; tables of 108 symbols for each bucket ---- */
 

@@ -17,6 +17,7 @@
 #include "bit_packer.c"
 #include "range_coder.c"
 #include "byte_rows.c"
+#include "class_masks.c"
 #include "sparse_steps.c"
 #include "ans_steps.c"
 #include "zigzag.c"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import oracle.ans_steps
 import oracle.byte_rows
+import oracle.class_masks
 import oracle.contexts
 import oracle.float32_grid
 import oracle.optimizer_steps
@@ -29,6 +30,7 @@ TRIALS = Trials(
     oracle.second_moments,
     oracle.float32_grid,
     oracle.byte_rows,
+    oracle.class_masks,
     oracle.sparse_steps,
     oracle.ans_steps,
     oracle.optimizer_steps,
@@ -247,19 +249,33 @@ def float16_words(random: np.random.Generator, n: int) -> tuple[Array, Array, Ar
     return before, after, buckets(random, n, count), count
 
 
+@trial("count_changed")
+def _(random: np.random.Generator, n: int) -> Trial:
+    before, after = change(random, n, [np.uint16])
+    return lambda run: run.count_changed(before, after)
+
+
+def classed_words(random: np.random.Generator, n: int) -> tuple[Array, Array, tuple[int, int, int]]:
+    """Words before and after, and what their buckets are: mantissa bits, least exponent, number of buckets."""
+    before, after = change(random, n, [np.uint16])
+    mantissa, count = int(random.choice([7, 10])), int(random.integers(1, 17))
+    least = int(random.integers(256)) if random.random() < 0.5 else int(random.integers(100, 120))
+    return before, after, (mantissa, least, count)
+
+
 @trial("find_steps")
 def _(random: np.random.Generator, n: int) -> Trial:
-    predicted, actual, which, count = float16_words(random, n)
+    predicted, actual, buckets = classed_words(random, n)
     changes = int(np.count_nonzero(predicted != actual))
-    return lambda run: run.find_steps(predicted, actual, which, count, changes)
+    return lambda run: run.find_steps(predicted, actual, *buckets, changes)
 
 
-def sparse(random: np.random.Generator, n: int) -> tuple[tuple[Array, ...], Array, Array]:
-    """What is written, the predictions and the buckets."""
-    predicted, actual, which, count = float16_words(random, n)
-    steps = TWINS.find_steps(predicted, actual, which, count, int(np.count_nonzero(predicted != actual)))
-    shifts = random.integers(0, 25, count).astype(np.uint8) // random.integers(1, 9, dtype=np.uint8)
-    return (*steps, shifts), predicted, which
+def sparse(random: np.random.Generator, n: int) -> tuple[tuple[Array, ...], Array, tuple[int, int, int]]:
+    """What is written, the predictions and what their buckets are."""
+    predicted, actual, buckets = classed_words(random, n)
+    steps = TWINS.find_steps(predicted, actual, *buckets, int(np.count_nonzero(predicted != actual)))
+    shifts = random.integers(0, 25, buckets[2]).astype(np.uint8) // random.integers(1, 9, dtype=np.uint8)
+    return (*steps, shifts), predicted, buckets
 
 
 @trial("write_sparse_steps")
@@ -277,11 +293,10 @@ def _(random: np.random.Generator, n: int) -> Trial:
 
 @trial("read_sparse_steps")
 def _(random: np.random.Generator, n: int) -> Trial:
-    steps, predicted, which = sparse(random, n)
+    steps, predicted, buckets = sparse(random, n)
     out = np.empty(99 * n + 99, np.uint8)
     data = damaged(random, out[: TWINS.write_sparse_steps(*steps, out)])
-    sizes = steps[3]
-    return lambda run: read_by(run.read_sparse_steps, np.empty(n, np.uint16), data, predicted, which, sizes)
+    return lambda run: read_by(run.read_sparse_steps, np.empty(n, np.uint16), data, predicted, *buckets)
 
 
 @trial("count_step_symbols")
@@ -429,15 +444,14 @@ def test_values_that_would_leave_a_table_are_refused() -> None:
     """No file can hold them: they are computed by ckpt itself."""
     zeros, ones, out = np.zeros(9, np.uint16), np.ones(9, np.uint16), np.empty(99, np.uint8)
     seventeenth = np.full(9, 16, np.uint8)
-    none, sizes = np.zeros(9, np.uint8), np.array([9], np.int64)
+    none = np.zeros(9, np.uint8)
     weights = np.zeros((1, 108), np.uint32)
     refused: list[Callable[[], Any]] = [
         lambda: deltas.write_rows(np.full(9, 255, np.uint8), 3, out),
-        lambda: deltas.find_steps(zeros, ones, seventeenth, 16, 9),
-        lambda: deltas.find_steps(zeros, ones, none, 1, 8),
-        lambda: deltas.find_steps(zeros, ones, none, 1, 10),
-        lambda: deltas.read_sparse_steps(out, zeros, seventeenth, sizes, ones),
-        lambda: deltas.read_sparse_steps(out, zeros, none, sizes + 1, ones),
+        lambda: deltas.find_steps(zeros, ones, 7, 0, 17, 9),
+        lambda: deltas.find_steps(zeros, ones, 7, 0, 1, 8),
+        lambda: deltas.find_steps(zeros, ones, 7, 0, 1, 10),
+        lambda: deltas.read_sparse_steps(out, zeros, 7, 0, 17, ones),
         lambda: deltas.count_step_symbols(zeros, ones, seventeenth, 16),
         lambda: deltas.write_ans_steps(zeros, weights),
         lambda: deltas.read_ans_steps(zeros, none, weights, np.zeros(16, np.uint32), zeros, out, ones),

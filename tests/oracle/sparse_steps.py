@@ -3,6 +3,7 @@
 import numpy as np
 
 from ckpt_codecs.base import Array
+from oracle.contexts import exponent_buckets
 from oracle.range_coder import MODELS_PER_BIT, Reader, Writer
 
 SHIFT_BITS, STEP_BITS, MAX_SHIFT = 6, 16, 24
@@ -12,8 +13,9 @@ MODELS_PER_BUCKET = 1 + MODELS_PER_BIT * STEP_BITS
 
 
 def find_steps(
-    predicted: Array, actual: Array, which: Array, contexts: int, many: int
+    predicted: Array, actual: Array, mantissa: int, least: int, contexts: int, many: int
 ) -> tuple[Array, Array, Array, Array, Array]:
+    which = exponent_buckets(predicted, mantissa, least, contexts)
     changed = actual != predicted
     buckets, steps = which[changed], (actual - predicted)[changed]
     sizes, first_gaps = np.bincount(which, minlength=contexts), np.zeros(contexts, np.int64)
@@ -47,8 +49,9 @@ def write_sparse_steps(
     return len(data)
 
 
-def read_sparse_steps(data: Array, predicted: Array, which: Array, sizes: Array, out: Array) -> bool:
-    contexts = sizes.size
+def read_sparse_steps(data: Array, predicted: Array, mantissa: int, least: int, contexts: int, out: Array) -> bool:
+    which = exponent_buckets(predicted, mantissa, least, contexts)
+    sizes = np.bincount(which, minlength=contexts)
     reader = Reader(FLAGS + contexts * MODELS_PER_BUCKET, data.tobytes())
     shifts, left, rest, last = [0] * contexts, [0] * contexts, sizes.tolist(), 0
     for c in range(contexts):

@@ -35,15 +35,16 @@ SIGNATURES = {
     "from_grid": (INT64, ADDRESS, ADDRESS, ADDRESS, INT64, ADDRESS, INT64, ADDRESS, INT64, ADDRESS),
     "write_rows": (INT64, ADDRESS, INT64, INT64, ADDRESS, INT64),
     "read_rows": (INT64, ADDRESS, INT64, INT64, ADDRESS, INT64),
+    "count_changed": (INT64, ADDRESS, ADDRESS, INT64),
     "find_steps": (
-        *(INT64, ADDRESS, ADDRESS, ADDRESS, INT64, INT64, ADDRESS),
+        *(INT64, ADDRESS, ADDRESS, INT64, INT, INT, INT64, ADDRESS),
         *(ADDRESS, ADDRESS, INT64, ADDRESS, ADDRESS),
     ),
     "write_sparse_steps": (
         *(INT64, ADDRESS, ADDRESS, ADDRESS, INT64, ADDRESS),
         *(ADDRESS, ADDRESS, INT64, ADDRESS, INT64),
     ),
-    "read_sparse_steps": (INT64, ADDRESS, INT64, ADDRESS, ADDRESS, INT64, ADDRESS, INT64, ADDRESS),
+    "read_sparse_steps": (INT64, ADDRESS, INT64, ADDRESS, INT64, INT, INT, INT64, ADDRESS),
     "count_step_symbols_scratch": (INT64,),
     "count_step_symbols": (
         *(INT64, ADDRESS, ADDRESS, ADDRESS, INT64, ADDRESS, ADDRESS),
@@ -269,25 +270,33 @@ def read_rows(data: Array, columns: int, rows: Array) -> bool:
 # --- steps of 16-bit floats
 
 
+def count_changed(before: Array, after: Array) -> int:
+    """Return how many words differ. `before`, `after`: (n,) uint16."""
+    _check_sizes(after.size, before)
+    return int(kernels.count_changed(address(before, WORD16), address(after, WORD16), after.size))
+
+
 def find_steps(
-    predicted: Array, actual: Array, which: Array, buckets: int, changed: int
+    predicted: Array, actual: Array, mantissa_bits: int, min_exponent: int, buckets: int, changed: int
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Return where the `changed` values are that differ, and by how much.
+
+    The bucket of a value is the one of `exponent_buckets`; there are up to 16.
 
     Returns:
         Of each change: its bucket, (changed,) uint8; the number of unchanged values of the bucket after it, (changed,)
         int64; the step, (changed,) uint16. Of each bucket: its number of values, (buckets,) int64; the number of those
         before its first change, (buckets,) int64.
 
-    `predicted`, `actual`: (n,) uint16. `which`: (n,) uint8, the bucket of each value.
+    `predicted`, `actual`: (n,) uint16.
     """
     n = actual.size
-    _check_sizes(n, predicted, which)
+    _check_sizes(n, predicted)
     step_buckets = np.empty(changed, np.uint8)
     gaps, steps = np.empty(changed, np.int64), np.empty(changed, np.uint16)
     sizes, first_gaps = np.empty(buckets, np.int64), np.empty(buckets, np.int64)
     count = kernels.find_steps(
-        *(address(predicted, WORD16), address(actual, WORD16), address(which, BYTE), n, buckets),
+        *(address(predicted, WORD16), address(actual, WORD16), n, mantissa_bits, min_exponent, buckets),
         *(address(step_buckets, BYTE, writable=True), address(gaps, SIZE, writable=True)),
         *(address(steps, WORD16, writable=True), changed),
         *(address(sizes, SIZE, writable=True), address(first_gaps, SIZE, writable=True)),
@@ -315,17 +324,19 @@ def write_sparse_steps(
     )
 
 
-def read_sparse_steps(data: Array, predicted: Array, which: Array, sizes: Array, out: Array) -> bool:
+def read_sparse_steps(
+    data: Array, predicted: Array, mantissa_bits: int, min_exponent: int, buckets: int, out: Array
+) -> bool:
     """Fill `out` from the bytes of `write_sparse_steps`, (m,) uint8; False if they do not belong to n values.
 
-    `predicted`, `out`: (n,) uint16. `which`: (n,) uint8. `sizes`: (buckets,) int64, how many values each bucket has.
+    `predicted`, `out`: (n,) uint16; they may be the same array. The buckets are those of `find_steps`.
     """
     n = out.size
-    _check_sizes(n, predicted, which)
+    _check_sizes(n, predicted)
     return bool(
         kernels.read_sparse_steps(
-            *(address(data, BYTE), data.size, address(predicted, WORD16), address(which, BYTE), n),
-            *(address(sizes, SIZE), sizes.size, address(out, WORD16, writable=True)),
+            *(address(data, BYTE), data.size, address(predicted, WORD16), n),
+            *(mantissa_bits, min_exponent, buckets, address(out, WORD16, writable=True)),
         )
     )
 

@@ -47,7 +47,7 @@ def encode_float16(predicted: Array, actual: Array, mantissa_bits: int) -> bytes
 
     `predicted`: (n,) uint16. `mantissa_bits`: 7 for bfloat16, 10 for float16.
     """
-    is_small, changed = actual.size <= MAX_SPARSE_VALUES, count_changed(predicted, actual)
+    is_small, changed = actual.size <= MAX_SPARSE_VALUES, deltas.count_changed(predicted, actual)
     if not changed:
         return bytes([0])
     buckets = buckets_for(predicted, mantissa_bits, FEW_BUCKETS if is_small else MAX_BUCKETS)
@@ -69,19 +69,12 @@ def decode_float16(data: Bytes, predicted: Array, mantissa_bits: int) -> Array:
     return _decode_ans_steps(data, predicted, mantissa_bits)
 
 
-def count_changed(predicted: Array, actual: Array) -> int:
-    """Return how many values differ. `predicted`, `actual`: (n,) uint16."""
-    changed = thread_buffer("changed", actual.size).view(np.bool_)
-    return int(np.count_nonzero(np.not_equal(predicted, actual, out=changed)))
-
-
 def _encode_sparse_steps(predicted: Array, actual: Array, buckets: ExponentBuckets, changed: int) -> bytes | None:
     """Return residuals with the places of the `changed` values that differ; None if they take more than the values.
 
     `predicted`, `actual`: (n,) uint16.
     """
-    which = bucket_of(predicted, buckets)
-    steps = deltas.find_steps(predicted, actual, which, buckets.count, changed)
+    steps = deltas.find_steps(predicted, actual, buckets.mantissa_bits, buckets.min_exponent, buckets.count, changed)
     bucket_of_step, _, _, bucket_sizes, _ = steps
     mean_gaps = (bucket_sizes + 1) / (np.bincount(bucket_of_step, minlength=buckets.count) + 1)
     shifts = np.clip(np.frexp(mean_gaps)[1] - 1 - GAP_OCTAVES, 0, MAX_SHIFT).astype(np.uint8)
@@ -102,10 +95,8 @@ def _decode_sparse_steps(data: Bytes, predicted: Array, mantissa_bits: int) -> A
     _, min_exponent, count = SPARSE_HEAD.unpack_from(data)
     if not 1 <= count <= MAX_BUCKETS:
         raise CodecError("the head of residuals of sparse steps is damaged")
-    which = bucket_of(predicted, ExponentBuckets(mantissa_bits, min_exponent, count))
-    bucket_sizes, actual = deltas.count_contexts(which, count), np.empty_like(predicted)
-    content = np.frombuffer(data, np.uint8, offset=SPARSE_HEAD.size)
-    if not deltas.read_sparse_steps(content, predicted, which, bucket_sizes, actual):
+    content, actual = np.frombuffer(data, np.uint8, offset=SPARSE_HEAD.size), np.empty_like(predicted)
+    if not deltas.read_sparse_steps(content, predicted, mantissa_bits, min_exponent, count, actual):
         raise CodecError("residuals of sparse steps are damaged")
     return actual
 
