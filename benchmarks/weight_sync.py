@@ -1,0 +1,134 @@
+"""Measure the sync of weights: `python benchmarks/weight_sync.py encodings [--json FILE]`.
+
+`encodings` codes real steps of GRPO and DPO (`policy_runs.py` trains them) by ckpt and by what others use, decodes
+each and compares every bit. It prints bytes per changed value, the size relative to ckpt's, and GB/s of weights in both
+directions by CPU time of one thread, the best of some rounds. The speeds of memcpy and of XXH3-128 stand beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from weight_encodings import CHUNK, OTHERS, Array, Encoding, ckpt_encodings
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from weight_runs import WeightRun, default_runs
+
+RUNS = ("dpo-1e-6", "grpo-1e-6", "dpo-3e-6", "grpo-3e-6", "dpo-1e-5", "grpo-1e-5")
+
+
+@dataclass(frozen=True)
+class Row:
+    run: str
+    encoding: str
+    source: str
+    changed: float
+    """The share of the values that change in a step."""
+    bytes_per_change: float
+    encode: float
+    decode: float
+    """GB/s of weights."""
+
+
+def measure(run: str, encoding: Encoding, pairs: list[tuple[Array, Array]], opened: WeightRun, rounds: int) -> Row:
+    ends = np.cumsum([prod(shape) for shape in opened.shapes.values()])
+    spans = list(zip((0, *ends[:-1]), ends, opened.shapes.values(), strict=True))
+    times: tuple[list[float], list[float]] = ([], [])
+    nbytes = changed = 0
+    for number in range(rounds):
+        spent = [0.0, 0.0]
+        for before, after in pairs:
+            target = before.copy()
+            began = time.thread_time()
+            coded = [encoding.encode(before[i:j], after[i:j], shape) for i, j, shape in spans]
+            middle = time.thread_time()
+            for parts, (i, j, shape) in zip(coded, spans, strict=True):
+                encoding.decode(parts, target[i:j], shape)
+            spent[1] += time.thread_time() - middle
+            spent[0] += middle - began
+            assert np.array_equal(target, after), encoding.name
+            if number == 0:
+                nbytes += sum(len(part) for parts in coded for part in parts)
+                changed += int(np.count_nonzero(before != after))
+        for one, seconds in zip(times, spent, strict=True):
+            one.append(seconds)
+    raw = sum(after.nbytes for _, after in pairs)
+    share = changed / (raw // 2)
+    return Row(run, encoding.name, encoding.source, share, nbytes / changed, *(raw / min(t) / 1e9 for t in times))
+
+
+def baselines(rounds: int = 200) -> dict[str, float]:
+    """Return GB/s of memcpy and of XXH3-128, over one chunk in cache."""
+    source, target = np.ones(CHUNK, np.uint16), np.empty(CHUNK, np.uint16)
+
+    def speed(work: Callable[[], Any]) -> float:
+        best = float("inf")
+        for _ in range(rounds):
+            began = time.thread_time()
+            work()
+            best = min(best, time.thread_time() - began)
+        return source.nbytes / best / 1e9
+
+    return {
+        "memcpy": speed(lambda: np.copyto(target, source)),
+        "XXH3-128": speed(lambda: xxhash.xxh3_128_digest(source)),
+    }
+
+
+def encodings(given: argparse.Namespace) -> list[Row]:
+    known = [*ckpt_encodings(), *OTHERS]
+    rows: list[Row] = []
+    for name in given.runs:
+        opened = WeightRun.open(given.folder / name)
+        states = {at: weights for at, weights in opened.states() if given.first - given.since <= at <= given.last}
+        pairs = [(states[at - given.since], states[at]) for at in range(given.first, given.last + 1)]
+        ours = 0.0
+        for encoding in known:
+            row = measure(name, encoding, pairs, opened, given.rounds)
+            if not rows or rows[-1].run != name:
+                ours = row.bytes_per_change
+                print(f"\n{name}: {row.changed:.2%} of {pairs[0][0].size:,} values change\n")
+                print(
+                    "| encoding | bytes per change | times ckpt's | encode GB/s | decode GB/s |\n|---|---|---|---|---|"
+                )
+            rows.append(row)
+            size = row.bytes_per_change
+            print(
+                f"| {row.encoding} | {size:.3f} | {size / ours:.2f} | {row.encode:.2f} | {row.decode:.2f} |", flush=True
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parts = parser.add_subparsers(dest="part", required=True)
+    part = parts.add_parser("encodings", help="bytes and speed of encodings")
+    part.add_argument("folder", type=Path, nargs="?", default=default_runs())
+    part.add_argument("--runs", nargs="+", default=RUNS)
+    part.add_argument("--first", type=int, default=17, help="the first step that is coded")
+    part.add_argument("--last", type=int, default=18)
+    part.add_argument("--since", type=int, default=1, help="code each step against so many steps before")
+    part.add_argument("--rounds", type=int, default=3)
+    part.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    print(f"{platform.platform()}, {platform.processor() or platform.machine()}, Python {sys.version.split()[0]}")
+    speeds = baselines()
+    print(", ".join(f"{name} {speed:.1f} GB/s" for name, speed in speeds.items()))
+    rows = encodings(given)
+    if given.json:
+        given.json.write_text(json.dumps({"baselines": speeds, "rows": [asdict(row) for row in rows]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
