@@ -53,7 +53,7 @@ def open_step(path: Path, step: int | None, options: ReadOptions) -> ChainState:
             raise NotFoundError(f"not a chain, and its step is {checkpoint.origin.step}, not {step}", where=path)
         return ChainState(checkpoint, path)
     chain = index.load(path / index.NAME)
-    if chain.segments:
+    if chain.segments or chain.is_published:
         step = states.last_step(path, chain) if step is None else step
         if all(member.step != step for member in chain.members):
             return ChainState(states.open_state(path, chain, step), path)

@@ -193,17 +193,17 @@ def _fragments(place: BoxPlace, blob: Blob) -> Iterator[Fragment]:
         return
     at = 0
     for box in place.boxes():
-        yield Fragment(box, _run(blob, at, box.shape))
+        yield Fragment(box, part_of_vector(blob, at, box.shape))
         at += box.size
 
 
-def _run(vector: Blob, at: int, shape: Shape) -> Blob:
+def part_of_vector(vector: Blob, at: int, shape: Shape) -> Blob:
     """Elements of a vector from `at` on, in another shape."""
     size = prod(shape)
     if isinstance(vector, FileBlob):
         return vector.flat(at, at + size).shaped(shape)
     if isinstance(vector, DerivedBlob):  # so that others see of what it is derived
-        return DerivedBlob(vector.codec, _run(vector.base, at, shape), vector.dtype)
+        return DerivedBlob(vector.codec, part_of_vector(vector.base, at, shape), vector.dtype)
     return ReshapedBlob(vector.crop(Box((at,), (at + size,))), shape, Box.whole(shape))
 
 

@@ -26,6 +26,8 @@ from ckpt_formats.core.version import WRITTEN_BY
 
 NAME = "chain.json"
 VERSION = 1
+PUBLISHED_VERSION = 2
+"""The version of the list of a published chain, which has no members: ckpt 1.0.0 refuses it."""
 Kind = Literal["base", "delta"]
 FOLDER = re.compile(r"step-\d{10,20}(\.\d{1,6})?")
 """The name of a member's folder: its step, and a number if it was written again."""
@@ -137,6 +139,8 @@ class ChainIndex:
     appended_from: AppendedFrom | None = None
     """Where the last member's values can be read without a replay, as long as they are there; None: not known."""
     tip: Tip | None = None
+    is_published: bool = False
+    """Whether a run publishes its weights here: what there is is said by the head, and there are no members."""
 
     __repr__ = short_repr
 
@@ -196,7 +200,9 @@ def dump(chain: ChainIndex) -> bytes:
         }
         for member in chain.members
     ]
-    fields = {"format": "ckpt-chain", "version": VERSION, "written_by": WRITTEN_BY}
+    fields: dict[str, Any] = {"format": "ckpt-chain", "version": VERSION, "written_by": WRITTEN_BY}
+    if chain.is_published:
+        return sealed_json.dump({**fields, "version": PUBLISHED_VERSION, "published": True})
     segments = {"segments": [asdict(segment) for segment in chain.segments]} if chain.segments else {}
     source = {} if chain.appended_from is None else {"appended_from": asdict(chain.appended_from)}
     tip = {} if chain.tip is None else {"tip": asdict(chain.tip)}
@@ -219,10 +225,15 @@ def parse(content: bytes, path: Path) -> ChainIndex:
     check = FieldReader(path)
     check.true(fields.get("format") == "ckpt-chain", "format")
     version = fields.get("version")
-    if not is_natural(version) or version != VERSION:
+    if not is_natural(version) or version not in (VERSION, PUBLISHED_VERSION):
         raise UnsupportedError(
-            f"chain version {version!r:.30}; this program reads version {VERSION}", where=path, hint="Upgrade ckpt."
+            f"chain version {version!r:.30}; this program reads versions {VERSION} and {PUBLISHED_VERSION}",
+            where=path,
+            hint="Upgrade ckpt.",
         )
+    if version == PUBLISHED_VERSION:
+        check.true(fields.get("published") is True and not fields.get("members"), "not a published chain")
+        return ChainIndex((), is_published=True)
     members = tuple(_member(member, check) for member in check.sequence(fields, "members"))
     rows = check.sequence(fields, "segments") if "segments" in fields else ()
     segments = tuple(_segment(row, check) for row in rows)

@@ -24,7 +24,7 @@ class ChainFormat(Format):
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         chain = index.load(path / index.NAME)
-        if self._address is None and not chain.segments:
+        if self._address is None and not (chain.segments or chain.is_published):
             return members.open_last(path, chain)
         step = states.step_of(chain, self._address or Address(path, None))
         return replace(states.open_state(path, chain, step), path=path)

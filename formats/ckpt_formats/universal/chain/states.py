@@ -10,10 +10,14 @@ from ckpt_formats.universal.chain.address import Address
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.gradients.segment import Segment, open_segment
 from ckpt_formats.universal.gradients.state import Base, checkpoint_at
+from ckpt_formats.universal.published.records import Head
+from ckpt_formats.universal.published.state import open_step, published_steps, read_head
 
 
 def last_step(run: Path, chain: ChainIndex) -> int:
     """The last step that can be restored, also while the run continues. Raises as `open_segment`."""
+    if chain.is_published:
+        return _head(run).record.name.step
     steps = [member.step for member in chain.members[-1:]]
     if chain.segments:
         steps.append(open_steps(run, chain.segments[-1]).last)
@@ -22,6 +26,9 @@ def last_step(run: Path, chain: ChainIndex) -> int:
 
 def step_ranges(run: Path, chain: ChainIndex) -> list[range]:
     """All steps that can be restored: of members, and of segments of the log. In order; ranges may overlap."""
+    if chain.is_published:
+        head = read_head(run)
+        return [range(step, step + 1) for step in (sorted(published_steps(run, head)) if head is not None else ())]
     ranges = [range(member.step, member.step + 1) for member in chain.members]
     ranges += [range(logged.first, open_steps(run, logged).last + 1) for logged in chain.segments]
     return sorted(ranges, key=lambda steps: (steps.start, steps.stop))
@@ -57,6 +64,12 @@ def open_steps(run: Path, logged: LoggedSteps, check: bool = False) -> Segment:
 
 def open_state(run: Path, chain: ChainIndex, step: int) -> Checkpoint:
     """The state at a step. Raises `NotFoundError`, and its hint names the steps of the chain."""
+    if chain.is_published:
+        head = _head(run)
+        name = published_steps(run, head).get(step)
+        if name is None:
+            raise _no_step(run, chain, step)
+        return identified(lambda: open_step(run, head, name))
     stored = next((member for member in chain.members if member.step == step), None)
     if stored is not None:
         return members.open_member(run, chain, stored)
@@ -78,6 +91,13 @@ def open_state(run: Path, chain: ChainIndex, step: int) -> Checkpoint:
     return identified(lambda: checkpoint_at(segment, step, base))
 
 
+def _head(run: Path) -> Head:
+    head = read_head(run)
+    if head is None:
+        raise NotFoundError("no step is published yet", where=run)
+    return head
+
+
 def _segment_of(chain: ChainIndex, step: int) -> LoggedSteps | None:
     """The segment that has a step. One that recorded the step comes before one that only begins with it."""
     did = (one for one in chain.segments if one.step is not None and one.first < step <= one.step)
@@ -94,7 +114,10 @@ def nearest_base(chain: ChainIndex, logged: LoggedSteps, step: int) -> Member | 
 
 def steps_text(run: Path, chain: ChainIndex) -> str:
     """The steps that a chain has, for people."""
-    parts = [str(member.step) for member in chain.members]
+    numbers = [member.step for member in chain.members]
+    if chain.is_published:
+        numbers = [steps.start for steps in step_ranges(run, chain)]
+    parts = list(map(str, numbers))
     shown = [", ".join(parts if len(parts) <= 5 else [*parts[:2], "…", *parts[-2:]])] if parts else []
     for logged in chain.segments:
         try:
