@@ -185,7 +185,8 @@ def _check_complete(
         for piece in own:
             places[piece.tensor].append(piece.place)
     for tensor, of_tensor in zip(tensors, places, strict=True):
-        wrong = first_gap_or_overlap(of_tensor) if of_tensor else "no rank has it"
+        missing = "no rank has it" if prod(tensor.shape) else None
+        wrong = first_gap_or_overlap(of_tensor) if of_tensor else missing
         check.true(wrong is None, f"{tensor.name!r:.100}: {wrong}")
 
 

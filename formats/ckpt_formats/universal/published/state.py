@@ -76,8 +76,8 @@ def open_step(run: Path, head: Head, name: StepName) -> Checkpoint:
 
     Raises `NotFoundError` if it is not published, `CorruptError` if what it needs is missing or damaged.
     """
-    _, data = read_record_at(run, name)
-    route = find_route(head, None, lambda key: _read(run / key, MAX_RECORD), run, ref_of(name, data))
+    ref = head.record if name == head.record.name else ref_of(name, read_record_at(run, name)[1])
+    route = find_route(head, None, lambda key: _read(run / key, MAX_RECORD), run, ref)
     if not route.begins_with_base:
         raise CorruptError(f"step {name.step} does not lead back to a base", where=run / name.key, hint=_HINT)
     model = read_model(run, route.end.model)
