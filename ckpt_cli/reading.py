@@ -27,13 +27,11 @@ from ckpt_formats.stores.location import source_path
 
 if TYPE_CHECKING:
     from ckpt.chains.restore import ChainState
-    from ckpt.shadow.connection import Credentials
     from ckpt_formats.core.layout import Rule
+    from ckpt_formats.stores.http_client import Credentials
 
 _MAX_ORDER = 1 << 28
 """Maximum bytes of a file of names."""
-_MAX_TOKEN = 1 << 12
-"""Maximum bytes of a file with a token."""
 _OTHERS_READ = stat.S_IRGRP | stat.S_IROTH
 SHADOW = "tcp://"
 """How the address of a shadow begins."""
@@ -134,31 +132,18 @@ def open_from_shadow(addresses: str) -> Checkpoint:
 
 
 def shadow_credentials() -> "Credentials":
-    """What the environment says of listeners: the token, and the certificates to trust."""
-    from ckpt.shadow.connection import Credentials
+    """What the environment says of servers: the token, and the certificates to trust. Notes a token that others see."""
+    from ckpt_formats.stores.http_client import TOKEN_FILE, Credentials
 
-    certificate = os.environ.get("CKPT_SHADOW_CERTIFICATE")
-    return Credentials(shadow_token(), None if certificate is None else Path(certificate))
-
-
-def shadow_token() -> bytes | None:
-    """The token of shadows, from the environment or from the file that it names; None if there is none."""
-    file, token = os.environ.get("CKPT_SHADOW_TOKEN_FILE"), os.environ.get("CKPT_SHADOW_TOKEN")
-    if file is not None:
-        return _token_in(Path(file))
-    return None if token is None else os.fsencode(token).strip()
-
-
-def _token_in(path: Path) -> bytes:
-    """The token in a file; a note if other users of this machine can read it too."""
-    token = read_whole(path, _MAX_TOKEN).strip()
-    if (mode := stat.S_IMODE(path.stat().st_mode)) & _OTHERS_READ:
+    credentials = Credentials.of_user()
+    file = os.environ.get(TOKEN_FILE)
+    if file and (mode := stat.S_IMODE(os.stat(file).st_mode)) & _OTHERS_READ:
         notes.note(
-            f"other users can read the token in {printable(str(path))} (mode {mode:04o}): make it yours alone with "
+            f"other users can read the token in {printable(file)} (mode {mode:04o}): make it yours alone with "
             f"`chmod 600`",
             weight=Weight.UNSURE,
         )
-    return token
+    return credentials
 
 
 def _open_shadow_state(address: str, step: int | None) -> "ChainState":

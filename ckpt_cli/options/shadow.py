@@ -13,7 +13,7 @@ from ckpt_cli.options.types import CheckpointPath, numbers
 from ckpt_formats.core.arguments import Positive
 
 if TYPE_CHECKING:
-    from ckpt.shadow.connection import Credentials
+    from ckpt_formats.stores.http_client import Credentials
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -157,7 +157,7 @@ def _listening(arguments: dict[str, Any]) -> ListenOptions:
     if (options.tls_certificate is None) != (options.tls_key is None):
         raise click.UsageError("--tls-certificate and --tls-key belong together.")
     if options.listen is not None:
-        from ckpt_cli.reading import shadow_token
+        from ckpt_cli.reading import shadow_credentials
 
-        options = replace(options, token=shadow_token())
+        options = replace(options, token=shadow_credentials().token)
     return options

@@ -16,7 +16,6 @@ from ckpt.pipeline import Execution
 from ckpt.shadow import connection as connection_module
 from ckpt.shadow import described, listener, server, wire
 from ckpt.shadow.client import ShadowConnection
-from ckpt.shadow.connection import Credentials
 from ckpt.shadow.listener import tls_of
 from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
@@ -31,6 +30,7 @@ from ckpt_formats.core.errors import (
     UnsupportedError,
 )
 from ckpt_formats.core.tensor import ArrayBlob
+from ckpt_formats.stores.http_client import Credentials
 from damage import ckpt
 from gradient_logs import mutants, restored
 from growing_log import bits, log_with_fingerprints
@@ -163,7 +163,7 @@ def test_listen_demands_the_token(listening: Listening, tmp_path: Path, monkeypa
     address = f"tcp://{with_token.address}"
     assert ckpt("inspect", address).code == 22
     (tmp_path / "token").write_bytes(TOKEN + b"\n")
-    monkeypatch.setenv("CKPT_SHADOW_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("CKPT_TOKEN_FILE", str(tmp_path / "token"))
     (tmp_path / "token").chmod(0o600)
     mine = ckpt("inspect", address)
     assert mine.code == 0
@@ -174,8 +174,8 @@ def test_listen_demands_the_token(listening: Listening, tmp_path: Path, monkeypa
     assert "other users can read the token" in shared.err
     assert "(mode 0644)" in shared.err
     assert TOKEN.decode() not in shared.err + shared.out
-    monkeypatch.delenv("CKPT_SHADOW_TOKEN_FILE")
-    monkeypatch.setenv("CKPT_SHADOW_TOKEN", TOKEN.decode())
+    monkeypatch.delenv("CKPT_TOKEN_FILE")
+    monkeypatch.setenv("CKPT_TOKEN", TOKEN.decode())
     assert ckpt("inspect", address).code == 0
     with pytest.raises(InvalidArgumentError, match="must have 16"):
         Server(listening.shadow, HERE, b"short")

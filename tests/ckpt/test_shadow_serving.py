@@ -19,7 +19,7 @@ import pytest
 
 from ckpt.pipeline import Execution
 from ckpt.shadow import listener, log_server, mirror
-from ckpt.shadow.connection import Connection, Credentials
+from ckpt.shadow.connection import Connection
 from ckpt.shadow.listener import tls_of
 from ckpt.shadow.log_server import LogServer
 from ckpt.shadow.mirror import LogMirror
@@ -35,6 +35,7 @@ from ckpt_formats.core.errors import (
     UnsupportedError,
 )
 from ckpt_formats.core.state_names import from_stored
+from ckpt_formats.stores.http_client import Credentials
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.gradients import held, record

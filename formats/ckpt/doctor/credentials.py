@@ -66,7 +66,7 @@ STORES = {
         ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"),
         (".cache/huggingface/token",),
     ),
-    "listeners of ckpt": ("tcp://", ("CKPT_SHADOW_TOKEN", "CKPT_SHADOW_TOKEN_FILE", "CKPT_SHADOW_CERTIFICATE"), ()),
+    "listeners of ckpt": ("tcp://", ("CKPT_TOKEN", "CKPT_TOKEN_FILE", "CKPT_CERTIFICATE"), ()),
 }
 """By the store's name: the beginning of its URLs, its variables, and its files below the home folder."""
 
@@ -76,8 +76,8 @@ _NAME_FILES = (
     "GOOGLE_SERVICE_ACCOUNT",
     "AZURE_FEDERATED_TOKEN_FILE",
     "HF_TOKEN_PATH",
-    "CKPT_SHADOW_TOKEN_FILE",
-    "CKPT_SHADOW_CERTIFICATE",
+    "CKPT_TOKEN_FILE",
+    "CKPT_CERTIFICATE",
 )
 """Variables whose value is the path of a file."""
 

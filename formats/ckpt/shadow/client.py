@@ -10,7 +10,7 @@ from types import TracebackType
 import numpy as np
 
 from ckpt.shadow import described, wire
-from ckpt.shadow.connection import Connection, Credentials
+from ckpt.shadow.connection import Connection
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.wire import FrameKind, NetworkAddress
 from ckpt_formats.core.checkpoint import Checkpoint, Edit
@@ -20,6 +20,7 @@ from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, Blob, FileBlob
+from ckpt_formats.stores.http_client import NO_CREDENTIALS, Credentials
 from ckpt_formats.universal.chunked import read_chunks
 
 
@@ -41,7 +42,7 @@ class ShadowConnection:
     checkpoint: Checkpoint
     part: PartOfState | None
 
-    def __init__(self, address: NetworkAddress, credentials: Credentials = Credentials()) -> None:
+    def __init__(self, address: NetworkAddress, credentials: Credentials = NO_CREDENTIALS) -> None:
         """Connect. Raises as `Connection`, and what the shadow answers if it has no state or is busy."""
         self._lock = threading.Lock()
         self._address = address

@@ -6,8 +6,6 @@ import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 from ckpt.shadow import wire
 from ckpt.shadow.listener import Served
@@ -20,6 +18,7 @@ from ckpt_formats.core.errors import (
     UnsafeError,
     UnsupportedError,
 )
+from ckpt_formats.stores.http_client import CERTIFICATE, TOKEN, TOKEN_FILE, Credentials
 
 SECONDS = 60.0
 """How long to wait for an answer."""
@@ -28,17 +27,8 @@ _SERVED: dict[Served, tuple[str, str]] = {
     "state": ("a shadow's state", "`ckpt restore` and other commands read it."),
     "log": ("the log of a run", "`ckpt shadow tcp://HOST:PORT` follows it."),
 }
-_TOKEN_HINT = "The command takes it from CKPT_SHADOW_TOKEN, or from the file that CKPT_SHADOW_TOKEN_FILE names."
-_TLS_HINT = "Shadows on other machines need TLS. CKPT_SHADOW_CERTIFICATE names the file of certificates to trust."
-
-
-@dataclass(frozen=True)
-class Credentials:
-    """How to be let in, and how to know that it is the right shadow."""
-
-    token: bytes | None = None
-    certificate: Path | None = None
-    """A file with the certificates (PEM) of the shadow, or of who signed its own; None: those of the system."""
+_TOKEN_HINT = f"The command takes it from {TOKEN}, or from the file that {TOKEN_FILE} names."
+_TLS_HINT = f"Shadows on other machines need TLS. {CERTIFICATE} names the file of certificates to trust."
 
 
 class Connection:

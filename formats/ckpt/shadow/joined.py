@@ -7,11 +7,11 @@ from dataclasses import replace
 from types import TracebackType
 
 from ckpt.shadow.client import ShadowConnection
-from ckpt.shadow.connection import Credentials
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.wire import NetworkAddress
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
+from ckpt_formats.stores.http_client import NO_CREDENTIALS, Credentials
 
 AGREE_SECONDS = 60.0
 """For how long shadows get requests until all are at one step of one segment."""
@@ -23,7 +23,7 @@ class JoinedShadows:
     checkpoint: The frozen state.
     """
 
-    def __init__(self, addresses: Sequence[NetworkAddress], credentials: Credentials = Credentials()) -> None:
+    def __init__(self, addresses: Sequence[NetworkAddress], credentials: Credentials = NO_CREDENTIALS) -> None:
         """Connect to all, and let those that are behind go on to the step of the one that is ahead.
 
         Raises `IncompleteError` if parts are missing or a shadow does not reach the step in time, `UnsupportedError`

@@ -22,7 +22,7 @@ from typing import Any
 
 from ckpt.shadow import wire
 from ckpt.shadow.bases import bases_of
-from ckpt.shadow.connection import Connection, Credentials
+from ckpt.shadow.connection import Connection
 from ckpt.shadow.log_server import MAX_LIST, MAX_LOG, list_hash
 from ckpt.shadow.wire import FrameKind, NetworkAddress
 from ckpt_formats.core.claims import MAX_INDEX
@@ -37,6 +37,7 @@ from ckpt_formats.core.errors import (
 )
 from ckpt_formats.core.own_folder import create_own, is_own
 from ckpt_formats.core.values import is_natural
+from ckpt_formats.stores.http_client import NO_CREDENTIALS, Credentials
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.gradients import layout as layouts
@@ -80,7 +81,7 @@ class LogMirror:
     def __init__(
         self,
         address: NetworkAddress,
-        credentials: Credentials = Credentials(),
+        credentials: Credentials = NO_CREDENTIALS,
         place: Path | None = None,
         window: int = WINDOW,
     ) -> None:

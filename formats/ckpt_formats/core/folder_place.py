@@ -3,6 +3,7 @@
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -10,11 +11,15 @@ from pathlib import Path, PurePath
 from typing import ClassVar
 
 from ckpt_formats.core import locking
+from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import LockedError
 from ckpt_formats.core.own_folder import create_own, draft_name, is_draft, read_own
-from ckpt_formats.core.place import Place, Version
+from ckpt_formats.core.place import Place, Version, absent, ends_early, too_large
 from ckpt_formats.core.publish import flush, flush_or_remove, rename_new
 from ckpt_formats.core.publish import replace as rename_over
+
+_SHORTEST, _LONGEST = 0.001, 0.05
+"""Seconds between two looks at a file that may be replaced: twice as long each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +78,45 @@ class FolderPlace(Place):
             return None
         return _FileEntry(status.st_size, status.st_mtime)
 
-    def read(self, key: str) -> tuple[bytes, Version] | None:
+    def read(self, key: str, max_nbytes: int = MAX_LIST) -> tuple[bytes, Version] | None:
+        path = self.folder / key
         try:
-            data, status = read_own(self.folder / key) if self.is_own else _read(self.folder / key)
+            data, status = read_own(path, max_nbytes) if self.is_own else _read(path, max_nbytes)
         except FileNotFoundError:
             return None
+        if len(data) > max_nbytes:
+            raise too_large(status.st_size, max_nbytes, str(path))
         return data, _version(status)
+
+    def read_range(self, key: str, offset: int, nbytes: int) -> memoryview:
+        path = self.folder / key
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < offset + nbytes:
+                raise ends_early(size, offset + nbytes, str(path))
+            data, at = memoryview(bytearray(nbytes)), 0
+            file.seek(offset)
+            while at < nbytes:
+                part = file.readinto(data[at:])
+                if not part:
+                    raise ends_early(offset + at, offset + nbytes, str(path))
+                at += part
+        return data
+
+    def read_if_changed(
+        self, key: str, version: Version, max_nbytes: int = MAX_LIST, seconds: float = 0.0
+    ) -> tuple[bytes, Version] | None:
+        end, pause = time.monotonic() + seconds, _SHORTEST
+        while self._version(key) == version:
+            remaining = end - time.monotonic()
+            if remaining <= 0:
+                return None
+            time.sleep(min(pause, remaining))
+            pause = min(2 * pause, _LONGEST)
+        read = self.read(key, max_nbytes)
+        if read is None:
+            raise absent(self.where(key))
+        return read
 
     def create(self, key: str, data: bytes) -> Version:
         draft = self._draft(key, data)
@@ -225,6 +263,7 @@ def _version(status: os.stat_result) -> Version:
     return Version(f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}")
 
 
-def _read(path: Path) -> tuple[bytes, os.stat_result]:
+def _read(path: Path, max_nbytes: int) -> tuple[bytes, os.stat_result]:
+    """The content of a file, or its first `max_nbytes` + 1 bytes."""
     with path.open("rb") as file:
-        return file.read(), os.fstat(file.fileno())
+        return file.read(max_nbytes + 1), os.fstat(file.fileno())

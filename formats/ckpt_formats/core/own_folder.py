@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import CkptError, UnsafeError
 
 _GROUP_AND_OTHERS, _WRITABLE_BY_OTHERS = 0o077, 0o022
@@ -71,8 +72,10 @@ def check_own(folder: Path, *names: str) -> None:
             raise
 
 
-def read_own(path: Path) -> tuple[bytes, os.stat_result]:
-    """The content of a plain file of a folder that is this user's. No link is followed, and no pipe waited for.
+def read_own(path: Path, max_nbytes: int = MAX_LIST) -> tuple[bytes, os.stat_result]:
+    """The content of a plain file of a folder that is this user's, or its first `max_nbytes` + 1 bytes.
+
+    No link is followed, and no pipe waited for.
 
     Raises `UnsafeError`, `OSError`.
     """
@@ -85,7 +88,7 @@ def read_own(path: Path) -> tuple[bytes, os.stat_result]:
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         check_plain(status, path, has_draft=_has_draft(path, status))
-        return file.read(), status
+        return file.read(max_nbytes + 1), status
 
 
 def create_own(path: Path) -> int:

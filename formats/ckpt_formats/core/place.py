@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from ckpt_formats.core.errors import LockedError
+from ckpt_formats.core.claims import MAX_LIST
+from ckpt_formats.core.errors import CorruptError, LockedError, NotFoundError, UnsafeError
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,48 @@ class ObjectEntry(Protocol):
         """Seconds since 1970, by the clock of the place."""
 
 
-class Place(ABC):
-    """Names such as `journal/3f` below one folder or prefix, and the bytes that they have. Threads may share it.
+class ReadPlace(ABC):
+    """Names such as `journal/3f` below one folder, prefix or URL, and the bytes that they have. Threads may share it.
 
-    Plain data, to be sent to other processes. All methods raise `OSError` that names the object.
+    Plain data, to be sent to other processes. All methods raise `OSError` that names the object; none lists.
     """
 
     look_seconds: ClassVar[float]
     """Seconds between two looks at what another process does: a look costs a request in a store."""
+
+    @abstractmethod
+    def within(self, name: str) -> "ReadPlace":
+        """The place below a name."""
+
+    @abstractmethod
+    def where(self, key: str = "") -> str:
+        """The path or URL of an object, for messages."""
+
+    @abstractmethod
+    def read(self, key: str, max_nbytes: int = MAX_LIST) -> tuple[bytes, Version] | None:
+        """A small object; None if it does not exist. Raises `UnsafeError` if it has more than `max_nbytes`."""
+
+    @abstractmethod
+    def read_range(self, key: str, offset: int, nbytes: int) -> memoryview:
+        """The bytes of an object from `offset` on: (nbytes,) uint8.
+
+        Raises `FileNotFoundError` if it does not exist, `CorruptError` if it has fewer bytes.
+        """
+
+    @abstractmethod
+    def read_if_changed(
+        self, key: str, version: Version, max_nbytes: int = MAX_LIST, seconds: float = 0.0
+    ) -> tuple[bytes, Version] | None:
+        """As `read`, if the object has another version now than `version`, that of an earlier read; else None.
+
+        `seconds`: how long to wait for another version; a bucket, and most servers, answer at once. Raises
+        `FileNotFoundError` if the object does not exist.
+        """
+
+
+class Place(ReadPlace):
+    """A `ReadPlace` that can be listed and written."""
+
     batch_seconds: ClassVar[float]
     """Seconds for which notes are collected before they are written: a killed process loses so much of its work."""
     can_append: ClassVar[bool] = False
@@ -78,20 +113,12 @@ class Place(ABC):
         return self
 
     @abstractmethod
-    def where(self, key: str = "") -> str:
-        """The path or URL of an object, for messages."""
-
-    @abstractmethod
     def list(self) -> Mapping[str, ObjectEntry]:
         """All objects of the place and below it, by their names; none if there is no such folder."""
 
     @abstractmethod
     def head(self, key: str) -> ObjectEntry | None:
         """What is known of one object; None if it does not exist."""
-
-    @abstractmethod
-    def read(self, key: str) -> tuple[bytes, Version] | None:
-        """A small object; None if it does not exist."""
 
     @abstractmethod
     def create(self, key: str, data: bytes) -> Version:
@@ -169,3 +196,19 @@ class Place(ABC):
 
         The object `key` of this version exists; where a condition is ignored, it has the bytes `data` then.
         """
+
+
+def absent(where: str) -> NotFoundError:
+    """The error of an object that does not exist."""
+    return NotFoundError("there is no such file or object", where=where)
+
+
+def too_large(nbytes: int | None, max_nbytes: int, where: str) -> UnsafeError:
+    """The error of an object that has `nbytes`; None: more than `max_nbytes`."""
+    has = f"more than {max_nbytes:,}" if nbytes is None else f"{nbytes:,}"
+    return UnsafeError(f"has {has} bytes, more than it can need ({max_nbytes:,})", where=where)
+
+
+def ends_early(nbytes: int, needed: int, where: str) -> CorruptError:
+    """The error of an object that has `nbytes`, and not the `needed` ones."""
+    return CorruptError(f"has {nbytes:,} bytes, and {needed:,} are needed", where=where)

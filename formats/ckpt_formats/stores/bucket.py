@@ -22,15 +22,16 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, PreconditionError
+from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, NotModifiedError, PreconditionError
 
+from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.place import Version
+from ckpt_formats.core.place import Version, absent, ends_early, too_large
 from ckpt_formats.core.store_path import StoreError
 from ckpt_formats.stores.clients import client_of
 from ckpt_formats.stores.e_tags import RunningTag, sampled, tag_of
 from ckpt_formats.stores.listed_store import StoredObject
-from ckpt_formats.stores.object_store import described, listed
+from ckpt_formats.stores.object_store import body_of, described, listed
 from ckpt_formats.stores.refusals import Refusal
 from ckpt_formats.stores.repetition import ONCE, Repetition, Transient
 
@@ -83,6 +84,8 @@ class Bucket:
     url: str
     read_back: bool = False
     """Whether all that is uploaded is read back, whatever the store says of it."""
+    anonymous: bool = False
+    """Whether requests are not signed: to read a public bucket."""
 
     def list(self, folder: str) -> dict[str, StoredObject]:
         """All objects below a folder, by their keys, without those that only stand for a folder."""
@@ -90,21 +93,69 @@ class Bucket:
             folder, lambda: listed(self._client, folder, f"{self.url}/{folder}", self._repeated.policy.silence)
         )
 
-    def read(self, key: str) -> tuple[bytes, Version] | None:
-        """A small object; None if there is none."""
+    def read(self, key: str, max_nbytes: int = MAX_LIST) -> tuple[bytes, Version] | None:
+        """A small object; None if there is none. Raises `UnsafeError` if it has more than `max_nbytes`."""
 
         def read() -> tuple[bytes, Version] | None:
             try:
-                result = obstore.get(self._client, key)
-                data = bytes(result.bytes())
+                return self._whole(key, {}, max_nbytes)
             except (NotFoundError, FileNotFoundError) as error:
                 _check_absence(error)
                 return None
-            if len(data) != result.meta["size"]:
-                raise Transient("the store answers with fewer bytes than the object has", is_wrong=True)
-            return data, Version(result.meta["e_tag"], result.meta["version"])
 
         return self._attempt(key, read)
+
+    def read_if_changed(self, key: str, version: Version, max_nbytes: int) -> tuple[bytes, Version] | None:
+        """As `read`, if the object has another version now; else None. Raises `FileNotFoundError` if there is none."""
+        options = {"if_none_match": version.e_tag} if version.e_tag else {}
+        where = f"{self.url}/{key}"
+
+        def read() -> tuple[bytes, Version] | None:
+            try:
+                there = self._whole(key, options, max_nbytes)
+            except NotModifiedError:
+                return None
+            except (NotFoundError, FileNotFoundError) as error:
+                _check_absence(error)
+                raise absent(where) from None
+            return None if there[1] == version and version.e_tag else there  # some stores ignore the condition
+
+        return self._attempt(key, read)
+
+    def _whole(self, key: str, options: Any, max_nbytes: int) -> tuple[bytes, Version]:
+        """An object, by one request, and its version."""
+        result = obstore.get(self._client, key, options=options)
+        if result.meta["size"] > max_nbytes:
+            raise too_large(result.meta["size"], max_nbytes, f"{self.url}/{key}")
+        data = bytes(result.bytes())
+        if len(data) != result.meta["size"]:
+            raise Transient("the store answers with fewer bytes than the object has", is_wrong=True)
+        return data, Version(result.meta["e_tag"], result.meta["version"])
+
+    def read_range(self, key: str, offset: int, nbytes: int) -> memoryview:
+        """The bytes of an object from `offset` on: (nbytes,) uint8.
+
+        Raises `FileNotFoundError` if there is no object, `CorruptError` if it has fewer bytes.
+        """
+        where = f"{self.url}/{key}"
+
+        def check(size: int) -> None:
+            if size < offset + nbytes:
+                raise ends_early(size, offset + nbytes, where)
+
+        def read() -> memoryview:
+            try:
+                result = obstore.get(self._client, key, options={"range": (offset, offset + nbytes)})
+                check(result.meta["size"])
+                return body_of(result, nbytes)
+            except (NotFoundError, FileNotFoundError) as error:
+                _check_absence(error)
+                raise absent(where) from None
+            except BaseError:
+                check(obstore.head(self._client, key)["size"])  # what a store answers then differs
+                raise
+
+        return self._attempt(key, read) if nbytes else memoryview(b"")
 
     def head(self, key: str) -> StoredObject | None:
         """What the store says of an object; None if there is none."""
@@ -351,7 +402,7 @@ class Bucket:
         return None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url, "read_back": self.read_back}
+        return {"url": self.url, "read_back": self.read_back, "anonymous": self.anonymous}
 
     @cached_property
     def _naming(self) -> _Naming:
@@ -363,7 +414,7 @@ class Bucket:
 
     @cached_property
     def _client(self) -> Any:
-        return client_of(self.url, self._repeated.policy.http(), retries=ONCE)
+        return client_of(self.url, self._repeated.policy.http(), anonymous=self.anonymous, retries=ONCE)
 
     @cached_property
     def _sending(self) -> Any:

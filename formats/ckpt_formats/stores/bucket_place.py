@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import LockedError
 from ckpt_formats.core.place import Place, Version
 from ckpt_formats.stores.bucket import Bucket
@@ -38,8 +39,16 @@ class BucketPlace(Place):
     def head(self, key: str) -> StoredObject | None:
         return self.bucket.head(self._key(key))
 
-    def read(self, key: str) -> tuple[bytes, Version] | None:
-        return self.bucket.read(self._key(key))
+    def read(self, key: str, max_nbytes: int = MAX_LIST) -> tuple[bytes, Version] | None:
+        return self.bucket.read(self._key(key), max_nbytes)
+
+    def read_range(self, key: str, offset: int, nbytes: int) -> memoryview:
+        return self.bucket.read_range(self._key(key), offset, nbytes)
+
+    def read_if_changed(
+        self, key: str, version: Version, max_nbytes: int = MAX_LIST, seconds: float = 0.0
+    ) -> tuple[bytes, Version] | None:
+        return self.bucket.read_if_changed(self._key(key), version, max_nbytes)
 
     def create(self, key: str, data: bytes) -> Version:
         return self.bucket.create(self._key(key), data)

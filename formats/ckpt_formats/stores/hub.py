@@ -33,7 +33,7 @@ from ckpt_formats.core.errors import (
 )
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
-from ckpt_formats.stores.repetition import Repetition, Transient
+from ckpt_formats.stores.repetition import Repetition, Transient, retry_after
 
 T = TypeVar("T")
 
@@ -41,8 +41,6 @@ _MAX_FILES = 500_000
 """Files below a path. More would exhaust memory, and no checkpoint has as many."""
 _TIMEOUT = 60.0
 """Seconds without a byte."""
-_MAX_WAIT = 120.0
-"""Seconds that the hub may ask to wait."""
 _WHOLE = 1 << 20
 """Bytes of a file that a server may answer as a whole."""
 _LOG_IN = "Log in with `hf auth login`, or set HF_TOKEN to a token that may read it."
@@ -124,7 +122,11 @@ class HubRepository(ListedStore):
         if status == 200:
             raise UnsupportedError("the server does not answer ranges of files", where=where)
         if status in (429, 503) or status >= 500:
-            raise Transient(f"the hub answers with status {status}", status in (429, 503), _retry_after(headers))
+            raise Transient(
+                f"the hub answers with status {status}",
+                status in (429, 503),
+                retry_after(headers),
+            )
         if status in (401, 403):
             raise NotFoundError("the hub refuses to give the file", where=where, hint=_LOG_IN)
         if status == 404:
@@ -159,7 +161,8 @@ def open_hub(kind: str, name: str, revision: str, key: str, anonymous: bool = Fa
                 status = error.response.status_code
                 if status == 429 or status >= 500:
                     raise Transient(
-                        f"the hub answers with status {status}", pause=_retry_after(error.response.headers)
+                        f"the hub answers with status {status}",
+                        pause=retry_after(error.response.headers),
                     ) from None
                 raise
             except OfflineModeIsEnabled:
@@ -243,9 +246,3 @@ def _refused(error: HfHubHTTPError, where: str, revision: str) -> CkptError:
 
 def _offline(where: str) -> NotFoundError:
     return NotFoundError("the hub was not contacted, because HF_HUB_OFFLINE is set", where=where)
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """The seconds that a server asks to wait; None if it does not."""
-    text = headers.get("Retry-After", "")
-    return min(float(text), _MAX_WAIT) if text.isdigit() else None

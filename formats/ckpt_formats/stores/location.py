@@ -7,7 +7,7 @@ from pathlib import Path
 from ckpt_formats.core.arguments import StrPath
 from ckpt_formats.core.errors import InvalidArgumentError, NotFoundError, UnsupportedError
 from ckpt_formats.core.folder_place import FolderPlace
-from ckpt_formats.core.place import Place
+from ckpt_formats.core.place import Place, ReadPlace
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import printable
 
@@ -15,6 +15,7 @@ _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _CONTAINER_PARTS = {"s3": 1, "gs": 1, "az": 2}
 """How many parts of a URL name the bucket: `s3://bucket`, `gs://bucket`, `az://account/container`."""
 _WRITABLE = ("s3", "gs", "az")
+_WEB = ("http", "https")
 _SYNONYMS = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
 """Schemes of other tools for the same stores."""
 _OF_AZURE = ("abfs", "abfss", "wasb", "wasbs")
@@ -41,25 +42,42 @@ def source_path(place: StrPath, anonymous: bool = False) -> Path:
     if isinstance(place, Path):
         return place
     place = os.fspath(place)
-    if not place:
-        raise InvalidArgumentError("the path is empty", hint="Name a file, a folder or a URL.")
-    scheme = _SCHEME.match(place)
+    scheme = _scheme(place)
     if scheme is None:
         return Path(place)
-    kind, parts = _plain(scheme[1].lower(), place[scheme.end() :].split("/"))
-    if ".." in parts or "." in parts:
-        raise NotFoundError("no object has a part `..` or `.` in its key", where=printable(place))
+    kind, parts = _parts(scheme, place)
     if kind == "hf":
         return _hub_path(place, parts, anonymous)
-    count = _CONTAINER_PARTS.get(kind)
-    if count is None or len(parts) < count or not all(parts[:count]):
-        raise _unknown(place)
-    key = "/".join(part for part in parts[count:] if part)
+    url, key = _bucket(kind, parts, place)
     try:
         from ckpt_formats.stores.object_store import open_store
     except ModuleNotFoundError as error:
         raise _missing(error, "cloud", place) from None
-    return open_store(f"{kind}://{'/'.join(parts[:count])}", key, anonymous)
+    return open_store(url, key, anonymous)
+
+
+def _scheme(place: str) -> str | None:
+    """The scheme of a URL, in lower case; None for a path."""
+    if not place:
+        raise InvalidArgumentError("the path is empty", hint="Name a file, a folder or a URL.")
+    scheme = _SCHEME.match(place)
+    return None if scheme is None else scheme[1].lower()
+
+
+def _parts(scheme: str, place: str) -> tuple[str, list[str]]:
+    """The store that a URL is of, in the words of ckpt, and the parts of its path."""
+    kind, parts = _plain(scheme, place.partition("://")[2].split("/"))
+    if ".." in parts or "." in parts:
+        raise NotFoundError("no object has a part `..` or `.` in its key", where=printable(place))
+    return kind, parts
+
+
+def _bucket(kind: str, parts: list[str], place: str) -> tuple[str, str]:
+    """The URL of a bucket, and a key in it. Raises `UnsupportedError` if a URL names none."""
+    count = _CONTAINER_PARTS.get(kind)
+    if count is None or len(parts) < count or not all(parts[:count]):
+        raise _unknown(place)
+    return f"{kind}://{'/'.join(parts[:count])}", "/".join(part for part in parts[count:] if part)
 
 
 def _plain(kind: str, parts: list[str]) -> tuple[str, list[str]]:
@@ -78,6 +96,30 @@ def listed_again(path: Path) -> Path:
     if not is_remote(path):
         return path
     return source_path(str(path), bool(getattr(path.store, "anonymous", False)))
+
+
+def read_place(place: StrPath, anonymous: bool = False) -> ReadPlace:
+    """The place that a path, or a text of the user, names: objects are read there by name. Makes no request.
+
+    `anonymous`: without credentials, for what is public. Raises as `source_path`.
+    """
+    scheme = _scheme(str(place))
+    if scheme is None:
+        return FolderPlace(Path(place))
+    if is_remote(place) and scheme not in _WEB:
+        return place_at(place)
+    if scheme in _WEB:
+        from ckpt_formats.stores.http_client import NO_CREDENTIALS
+        from ckpt_formats.stores.http_place import HttpPlace
+
+        return HttpPlace.of(str(place), NO_CREDENTIALS if anonymous else None)
+    url, key = _bucket(*_parts(scheme, str(place)), str(place))
+    try:
+        from ckpt_formats.stores.bucket import Bucket
+        from ckpt_formats.stores.bucket_place import BucketPlace
+    except ModuleNotFoundError as error:
+        raise _missing(error, "cloud", str(place)) from None
+    return BucketPlace(Bucket(url, anonymous=anonymous), key)
 
 
 def place_at(path: Path, read_back: bool = False) -> Place:

@@ -100,7 +100,7 @@ class ObjectStore(ListedStore):
                 raise _WholeAnswer from None
             raise
         self._check_answer(key, answer)
-        return _body(answer, nbytes)
+        return body_of(answer, nbytes)
 
     def _of_whole(self, key: str, offset: int, nbytes: int) -> memoryview:
         """A range, from an answer that has all of the object."""
@@ -114,7 +114,7 @@ class ObjectStore(ListedStore):
         answer = obstore.get(self._client, key, options=options)
         self._check_answer(key, answer)
         if offset == 0 and nbytes == self._objects[key].nbytes:
-            return _body(answer, nbytes)
+            return body_of(answer, nbytes)
         data, at, stop = bytearray(), 0, offset + nbytes
         for part in answer.stream(min_chunk_size=1 << 16):
             view = memoryview(part)
@@ -158,7 +158,7 @@ class ObjectStore(ListedStore):
         return {path: one for path, one in objects.items() if not _is_placeholder(path, one, key)}, folders
 
 
-def _body(answer: Any, nbytes: int) -> memoryview:
+def body_of(answer: Any, nbytes: int) -> memoryview:
     """The body of an answer, if it has `nbytes`: not more of it is kept in memory. Else raises `Transient`."""
     data, total = memoryview(b""), 0
     for part in answer.stream(min_chunk_size=nbytes):  # all of it is one part

@@ -9,7 +9,7 @@ When a store says that there are too many requests, half as many run at once unt
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,6 +36,8 @@ _CONNECT = 10
 """Seconds in which a connection must be there."""
 _WHOLE = 3600
 """Seconds of a whole request that makes progress."""
+_MAX_WAIT = 120.0
+"""Seconds that a server may ask to wait."""
 _BUDGET, _SILENCE = "CKPT_STORE_RETRY", "CKPT_STORE_TIMEOUT"
 
 
@@ -195,3 +197,9 @@ class Repetition:
             if now >= self._calm_at - _CALM + 1.0:
                 self._depth = max(1, self._depth // 2)
             self._calm_at = now + _CALM
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """The seconds that an answer asks to wait; None if it does not."""
+    text = headers.get("retry-after", "")
+    return min(float(text), _MAX_WAIT) if text.isascii() and text.isdigit() else None

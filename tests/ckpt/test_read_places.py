@@ -1,0 +1,110 @@
+"""What is read by name is the same in a folder, in a bucket, and below a URL."""
+
+import pickle
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, UnsafeError, UnsupportedError
+from ckpt_formats.core.folder_place import FolderPlace
+from ckpt_formats.core.place import Place, ReadPlace
+from ckpt_formats.stores.bucket import Bucket
+from ckpt_formats.stores.bucket_place import BucketPlace
+from ckpt_formats.stores.http_place import HttpPlace
+from ckpt_formats.stores.location import read_place
+from object_stores import BUCKET, StoreServer
+from static_server import static_server
+
+
+def check_reads(place: ReadPlace, written: Place) -> None:
+    """Raise `AssertionError` for a rule that a place breaks. `written`: the same place."""
+    version = written.create("head.json", b"first")
+    written.within("objects").create("a name%2F?", bytes(range(256)) * 16)
+    assert place.read("never there") is None
+    first = place.read("head.json")
+    assert first is not None
+    assert first[0] == b"first"
+    with pytest.raises(UnsafeError, match="more than it can need"):
+        place.read("head.json", 4)
+    assert place.read("head.json", 5) == first
+    assert place.read_if_changed("head.json", first[1]) is None
+    version = written.replace("head.json", b"other", version)
+    second = place.read_if_changed("head.json", first[1])
+    assert second is not None
+    assert second[0] == b"other", "of the same size, within the same second"
+    assert place.read_if_changed("head.json", second[1], seconds=0.01) is None
+    objects = place.within("objects")
+    assert bytes(objects.read_range("a name%2F?", 250, 12)) == bytes([*range(250, 256), *range(6)])
+    assert objects.read_range("a name%2F?", 0, 4096) == bytes(range(256)) * 16
+    for offset in (4090, 5000):
+        with pytest.raises(CorruptError, match="are needed"):
+            objects.read_range("a name%2F?", offset, 10)
+    with pytest.raises(FileNotFoundError):
+        place.read_range("never there", 0, 1)
+    written.delete(["head.json"])
+    with pytest.raises(FileNotFoundError):
+        place.read_if_changed("head.json", second[1])
+    sent = pickle.loads(pickle.dumps(place))
+    assert (sent, sent.read("objects/a name%2F?")) == (place, place.read("objects/a name%2F?"))
+
+
+def test_folder_is_read_by_name(tmp_path: Path) -> None:
+    (tmp_path / "objects").mkdir()
+    check_reads(read_place(str(tmp_path)), FolderPlace(tmp_path))
+
+
+def test_bucket_is_read_by_name(user: StoreServer) -> None:
+    place = BucketPlace(Bucket(f"s3://{BUCKET}"), "a/chain")
+    assert read_place(f"s3://{BUCKET}/a//chain/") == place
+    check_reads(place, place)
+
+
+def test_files_of_a_plain_web_server_are_read_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a chain" / "objects").mkdir(parents=True)
+    with static_server(tmp_path) as url:
+        check_reads(read_place(f"{url}/a%20chain/"), FolderPlace(tmp_path / "a chain"))
+
+
+def test_folder_waits_for_another_version(tmp_path: Path) -> None:
+    place = FolderPlace(tmp_path)
+    version = place.create("head.json", b"first")
+    thread = threading.Timer(0.05, lambda: place.replace("head.json", b"later", version))
+    thread.start()
+    began = time.monotonic()
+    changed = place.read_if_changed("head.json", version, seconds=30)
+    thread.join()
+    assert changed is not None
+    assert changed[0] == b"later"
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://",
+        "http:///x",
+        "http://u:secret@h/x",
+        "http://h/../x",
+        "http://h/a%2F..%2Fb",
+        "https://h/x?y",
+        "http://h:x/",
+    ],
+)
+def test_urls_that_are_no_places_are_refused(url: str) -> None:
+    with pytest.raises(CkptError) as refused:
+        read_place(url)
+    assert "secret" not in str(refused.value)
+
+
+def test_token_is_not_sent_without_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_TOKEN", "a token that is long enough")
+    with pytest.raises(UnsafeError, match="without TLS"):
+        read_place("http://192.0.2.1/x").read("y")
+    monkeypatch.setenv("CKPT_TOKEN", "a token\nof two lines")
+    with pytest.raises(CkptError, match="no header can have"):
+        read_place("https://192.0.2.1/x").read("y")
+    assert isinstance(read_place("https://192.0.2.1/x"), HttpPlace)
+    with pytest.raises((NotFoundError, UnsupportedError)):
+        read_place("ftp://192.0.2.1/x")
