@@ -67,6 +67,7 @@ WORKS = {
     "shadow_trainers": Work("shadow_trainers:rounds", "trainers and their shadows are killed, and go on"),
     "universal_flips": Work("universal_flips:flips", "bits of universal checkpoints are flipped"),
     "hostile_columns": Work("universal_flips:hostile_columns", "numbers of columns are forged"),
+    "sync_damage": Work("sync_damage:rounds", "published chains are damaged, read and followed"),
     "fuzz_kernels": Work("fuzz_kernels:rounds", "C kernels read hostile bytes under sanitizers"),
     "fuzz_readers": Work("fuzz_readers:rounds", "what readers parse is changed, guided by coverage"),
 }
