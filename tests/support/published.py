@@ -113,8 +113,8 @@ class PublishedRun:
         chunks, digests = list[bytes](), list[bytes]()
         for piece in self.model.pieces[rank]:
             name = self.model.tensors[piece.tensor].name
-            new = _values(piece, after[name])
-            old = None if before is None else _values(piece, before[name])
+            new = values_of(piece, after[name])
+            old = None if before is None else values_of(piece, before[name])
             for index in range(piece.chunking.count):
                 at = slice(*piece.chunking.range(index))
                 chunks.append(encode_chunk(None if old is None else old[at], new[at]))
@@ -123,7 +123,7 @@ class PublishedRun:
         return RankShare(self.put(share_bytes(chunks, digests)), header.state)
 
 
-def _values(piece: TensorPiece, whole: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def values_of(piece: TensorPiece, whole: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The elements of a piece, in its order."""
     place = piece.place
     block = np.ascontiguousarray(whole[place.block.index]).reshape(-1)

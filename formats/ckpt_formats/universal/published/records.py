@@ -219,6 +219,10 @@ class Head:
     """The base of the epoch from which the last step is reached."""
     folds: tuple[tuple[int, int], ...] = ()
     """The folds of the epoch: the steps before and after each. They rise by the second."""
+    base_nbytes: int = 0
+    """The bytes of the base's objects."""
+    delta_nbytes: int = 0
+    """The bytes of the objects of all steps after the base."""
 
     def to_bytes(self, signing_key: bytes | None = None) -> bytes:
         """The head as bytes, signed if there is a key."""
@@ -231,6 +235,8 @@ class Head:
             "step": name.step,
             "record": self.record.hash,
             "base": self.base.step,
+            "base_nbytes": self.base_nbytes,
+            "delta_nbytes": self.delta_nbytes,
         }
         return sign(sealed_json.dump({**fields, "folds": [list(one) for one in self.folds[-MAX_FOLDS:]]}), signing_key)
 
@@ -247,7 +253,8 @@ class Head:
         for one in folds:
             valid = isinstance(one, list) and len(one) == 2 and all(map(is_natural, one))
             check.true(valid and one[0] < one[1] <= name.step, "folds: not the steps before and after one")
-        return cls(RecordRef(name, fields["record"]), base, tuple((one[0], one[1]) for one in folds))
+        nbytes = (check.natural(fields, key) for key in ("base_nbytes", "delta_nbytes"))
+        return cls(RecordRef(name, fields["record"]), base, tuple((one[0], one[1]) for one in folds), *nbytes)
 
 
 def sign(data: bytes, signing_key: bytes | None) -> bytes:

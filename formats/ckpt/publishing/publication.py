@@ -1,0 +1,442 @@
+"""The commit of published steps, by one process for all ranks: the record, then the head.
+
+A step counts once the head names its record. So a process that is killed leaves the last step or the next one; what it
+stored before is used if the same bytes are published again. Two processes never publish at once: one has the lease of
+the chain, and the head is replaced only if it is the one that this process has put or read last.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ckpt.pipeline.lease import Right, hold
+from ckpt_formats.core.claims import MAX_LIST
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    InvalidArgumentError,
+    LockedError,
+    OutputError,
+    UnsupportedError,
+)
+from ckpt_formats.core.locking import unwritable
+from ckpt_formats.core.place import Place, Version
+from ckpt_formats.core.publish import flush
+from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.stores.location import place_at
+from ckpt_formats.universal.chain import file, folder
+from ckpt_formats.universal.published.model import MAX_MODEL, PublishedModel, model_digest
+from ckpt_formats.universal.published.records import (
+    FOLDER,
+    HEAD,
+    MAX_EPOCH,
+    MAX_FOLDS,
+    MAX_STEP,
+    Head,
+    ObjectRef,
+    RankShare,
+    RecordRef,
+    StepName,
+    StepRecord,
+    parse_name,
+)
+from ckpt_formats.universal.published.route import read_record, ref_of
+
+_LEASE = f"{FOLDER}/lease"
+_PUBLISHING = "publishing into this chain"
+_SINGLE_REQUEST = 16 << 20
+"""Bytes of an object that is put by one request; larger ones are uploaded in parts."""
+_FOLDERS = ("steps", "folds", "objects", "receipts")
+_AGAIN = "Run the same command again."
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """How a run goes on in a published chain."""
+
+    name: StepName
+    """The first step that the run publishes, in its epoch."""
+    parent: RecordRef | None
+    """The published step against which the first one may be coded; None: it is a base."""
+    is_published: bool
+    """Whether this step is published with this very state: the run goes on with the next one."""
+    continues: RecordRef | None = None
+    """Of a new epoch: the step of an earlier epoch that has this very state, if one has."""
+
+    @property
+    def is_base(self) -> bool:
+        """Whether the first step has to be a base."""
+        return not self.is_published and self.parent is None
+
+
+class Publication:
+    """A published chain that this process alone extends. Only one thread may call the methods of an instance."""
+
+    def __init__(
+        self, run: Path, place: Place, right: Right, model: PublishedModel, signing_key: bytes | None = None
+    ) -> None:
+        """See `open_publication`."""
+        self.run, self.place, self.model = run, place, model
+        self._right, self._key = right, signing_key
+        self._model_bytes = model.to_bytes()
+        self.model_ref = ObjectRef.of(self._model_bytes, signing_key is not None)
+        self.head: Head | None = None
+        """The head that this process has read or put last; None if nothing is published yet."""
+        self.record: StepRecord | None = None
+        """The last published step."""
+        self.parent: RecordRef | None = None
+        """The published step against which the next one is coded; None: it must be a base."""
+        self.removed: set[str] = set()
+        """The keys of objects that this process has removed."""
+        self._version: Version | None = None
+        self._start: RunStart | None = None
+        self._epochs = 0
+        self._is_model_stored = False
+        self._is_lost = False
+        self._uncertain: tuple[Head, StepRecord] | None = None
+        """The head that was put, but not acknowledged."""
+
+    def start(self, step: int, states: Sequence[str], has_values: bool = False) -> RunStart:
+        """Decide how a run goes on whose first step is `step`.
+
+        Args:
+            step: The step of the state with which the run starts.
+            states: The hash of the state of each rank (`RankBuffers.state`), by rank.
+            has_values: Whether all ranks have the values of the last published step, so that a later step may be coded
+                against it.
+
+        Raises:
+            UnsupportedError: The chain has another model.
+            CorruptError: The chain is damaged.
+        """
+        if step > MAX_STEP:
+            raise InvalidArgumentError(f"step {step:,} is too large: steps are at most {MAX_STEP:,}")
+        self._start = self._decide(step, states, has_values)
+        self.parent = self._start.parent
+        return self._start
+
+    def _decide(self, step: int, states: Sequence[str], has_values: bool) -> RunStart:
+        if self.head is None or self.record is None:
+            return RunStart(StepName(self._epochs + 1, step), None, is_published=False)
+        last, is_same_model = self.head.record, self.record.model == self.model_ref
+        if not is_same_model:
+            self._check_model(self.record.model)
+        same_state = is_same_model and [one.state for one in self.record.shares] == list(states)
+        if step > last.name.step:
+            parent = last if has_values and is_same_model else None
+            return RunStart(StepName(last.name.epoch, step), parent, is_published=False)
+        if step == last.name.step and same_state:
+            return RunStart(last.name, last, is_published=True)
+        if self._epochs == MAX_EPOCH:
+            raise OutputError("has too many epochs", where=self.run, hint="Publish into a new chain.")
+        continues = self._same_step(last.name.epoch, step, states)
+        return RunStart(StepName(self._epochs + 1, step), None, is_published=False, continues=continues)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which this run publishes, once it has started."""
+        if self._start is None:
+            raise InvalidArgumentError("the run has not started to publish: call `start` first")
+        return self._start.name.epoch
+
+    def needs_base(self) -> bool:
+        """Whether the next step should be a base: no other can be published, or the deltas have become too large."""
+        return self.parent is None or self.head is None or 2 * self.head.delta_nbytes > self.head.base_nbytes
+
+    def commit(self, step: int, parent: RecordRef | None, shares: Sequence[RankShare]) -> RecordRef:
+        """Publish a step whose objects all ranks have stored.
+
+        Args:
+            step: Its number, after the last one of the epoch.
+            parent: The step against which all objects are coded; None for a base.
+            shares: What each rank has stored, by rank.
+
+        Returns:
+            The step as the head names it.
+
+        Raises:
+            LockedError: Another process publishes into this chain.
+            OutputError: The step is not published, as far as this process knows: the next `commit` reads the head.
+            InvalidArgumentError: The step cannot follow the last one, or is coded against another one.
+        """
+        self._refresh()
+        name = StepName(self.epoch, step)
+        last = None if self.head is None else self.head.record.name
+        if (last is not None and name <= last) or step > MAX_STEP or len(shares) != len(self.model.pieces):
+            raise InvalidArgumentError(f"step {step} of {len(shares)} ranks cannot follow {last}")
+        if parent is not None and parent != self.parent:
+            raise InvalidArgumentError(f"step {step} is coded against {parent.name}, which is not the last step")
+        try:
+            self._right.check()
+            self._check_objects(shares)
+            self._store_model()
+            time = datetime.now(UTC).isoformat(timespec="milliseconds")
+            is_first = last is None or last.epoch != name.epoch
+            continues = self._start.continues if self._start is not None and is_first else None
+            record = StepRecord(name, parent, self.model_ref, tuple(shares), time, continues)
+            data = record.to_bytes(self._key)
+            try:
+                create(self.place, name.key, data)
+            except FileExistsError:
+                raise self._locked() from None
+            self._put_head(_head_after(self.head, record, ref_of(name, data)), record)
+        except OSError as error:
+            if isinstance(error, CkptError):
+                raise
+            raise unwritable(error, self.run) from error
+        return ref_of(name, data)
+
+    def add_fold(self, parent: RecordRef, shares: Sequence[RankShare]) -> None:
+        """Publish the steps after `parent` up to the last one as one delta. Raises as `commit`."""
+        self._refresh()
+        head, record = self.head, self.record
+        if head is None or record is None or parent.name.epoch != self.epoch or parent.name >= head.record.name:
+            raise InvalidArgumentError(f"no fold begins at {parent.name}")
+        if [one.state for one in shares] != [one.state for one in record.shares]:
+            raise InvalidArgumentError("the fold does not end at the state of the last step")
+        fold = replace(record, parent=parent, shares=tuple(shares), continues=None, same_as=head.record)
+        try:
+            self._right.check()
+            self._check_objects(shares)
+            try:
+                create(self.place, fold.key, fold.to_bytes(self._key))
+            except FileExistsError:
+                return  # a killed process has put it: whether it is the right one is compared when it is read
+            pairs = sorted({*head.folds, (parent.name.step, record.name.step)}, key=lambda pair: (pair[1], pair[0]))
+            self._put_head(replace(head, folds=_most_useful(pairs)), record)
+        except OSError as error:
+            if isinstance(error, CkptError):
+                raise
+            raise unwritable(error, self.run) from error
+
+    def confirm(self) -> None:
+        """Raise `LockedError` unless this process still has the lease, as the place itself says."""
+        self._right.confirm()
+
+    def _put_head(self, head: Head, record: StepRecord) -> None:
+        self._uncertain = head, record
+        try:
+            below, _, name = HEAD.rpartition("/")
+            self._version = self.place.within(below).replace(name, head.to_bytes(self._key), self._version)
+        except FileExistsError:
+            raise self._locked() from None
+        self.head, self.record, self.parent, self._uncertain = head, record, head.record, None
+
+    def _refresh(self) -> None:
+        """Read the head if it is not known whether the last one was put."""
+        if self._is_lost:
+            raise self._locked()
+        if self._uncertain is None:
+            return
+        head, record = self._uncertain
+        there = self.place.read(HEAD)
+        if there is not None and there[0] == head.to_bytes(self._key):
+            self.head, self.record, self.parent, self._version = head, record, head.record, there[1]
+        elif (None if there is None else there[1]) != self._version:
+            raise self._locked()
+        self._uncertain = None
+
+    def _store_model(self) -> None:
+        if not self._is_model_stored and (self.record is None or self.record.model != self.model_ref):
+            put_object(self.place, self.model_ref, self._model_bytes)
+        self._is_model_stored = True
+
+    def _check_objects(self, shares: Sequence[RankShare]) -> None:
+        """Raise unless the objects are there that this process may have removed after a rank saw them."""
+        for one in shares:
+            if one.object.key in self.removed:
+                if self.place.head(one.object.key) is None:
+                    raise OutputError(
+                        "an object of the step was removed, because no step needed it",
+                        where=self.place.where(one.object.key),
+                        hint=_AGAIN,
+                    )
+                self.removed.discard(one.object.key)
+
+    def _check_model(self, ref: ObjectRef) -> None:
+        path = self.run / ref.key
+        data = self._read(ref.key)
+        if data is None or len(data) > MAX_MODEL:
+            raise CorruptError("the model of the last step is missing", where=path)
+        ref.check(data, str(path))
+        if model_digest(PublishedModel.from_bytes(data, path)) != model_digest(self.model):
+            raise UnsupportedError(
+                "this chain has another model: other names, shapes or dtypes",
+                where=self.run,
+                hint="Publish into a new chain, or with the same --dtype and --names as before.",
+            )
+
+    def _same_step(self, epoch: int, step: int, states: Sequence[str]) -> RecordRef | None:
+        name = StepName(epoch, step)
+        data = self._read(name.key)
+        if data is None:
+            return None
+        record = StepRecord.from_bytes(data, self.run / name.key, self._key)
+        is_same = record.model == self.model_ref and [one.state for one in record.shares] == list(states)
+        return ref_of(name, data) if is_same else None
+
+    def _names(self) -> list[StepName]:
+        keys = self.place.within(f"{FOLDER}/steps").list()
+        names = (parse_name(key.removesuffix(".json")) for key in keys)
+        return sorted(name for name in names if name is not None)
+
+    def _load(self) -> None:
+        """Read the head, and finish the commit of a process that was killed between its record and the head."""
+        there = self.place.read(HEAD)
+        if there is not None:
+            self.head, self._version = self._parse_head(there[0]), there[1]
+            self.record = read_record(self.head.record, self._read, self.run, self._key)
+        head, last, names = self.head, self.record, self._names()
+        self._epochs = names[-1].epoch if names else 0
+        for name in names:
+            if head is not None and name <= head.record.name:
+                continue
+            data = self._read(name.key)
+            record = None if data is None else StepRecord.from_bytes(data, self.run / name.key, self._key)
+            if data is None or record is None or record.name != name:
+                continue
+            follows = record.is_base or (head is not None and record.parent == head.record)
+            if follows and all(self._is_stored(ref) for ref in (record.model, *(one.object for one in record.shares))):
+                head, last = _head_after(head, record, ref_of(name, data)), record
+        if head is not None and last is not None and head != self.head:
+            self._put_head(head, last)
+
+    def _is_stored(self, ref: ObjectRef) -> bool:
+        there = self.place.head(ref.key)
+        return there is not None and there.nbytes == ref.nbytes
+
+    def _parse_head(self, data: bytes) -> Head:
+        return Head.from_bytes(data, self.run / HEAD, self._key)
+
+    def _read(self, key: str) -> bytes | None:
+        there = self.place.read(key)
+        return None if there is None else there[0]
+
+    def _locked(self) -> LockedError:
+        self._is_lost = True
+        return LockedError("another process publishes into this chain", where=self.run, hint="Let only one run do so.")
+
+
+@contextmanager
+def open_publication(
+    run: Path, model: PublishedModel, signing_key: bytes | None = None, locks: bool = True
+) -> Iterator[Publication]:
+    """Open a published chain to extend it, and create it if there is nothing at `run`.
+
+    Args:
+        run: A path of `stores.location.target_path`.
+        model: What is published.
+        signing_key: Signs the records and the head.
+        locks: Refuse a file system that cannot lock, or a store that ignores conditions.
+
+    Raises:
+        LockedError: Another process publishes into the chain.
+        OutputError: Something else is there, or it cannot be written.
+        UnsupportedError: A chain is there that is not a published one.
+        CorruptError: The chain is damaged, or not signed with this key.
+    """
+    place = place_at(run)
+    try:
+        _create_chain(run, place)
+        with hold(place, _LEASE, run, locks, _PUBLISHING) as right:
+            publication = Publication(run, place, right, model, signing_key)
+            publication._load()
+            yield publication
+    except CkptError:
+        raise
+    except OSError as error:
+        raise unwritable(error, run) from error
+
+
+def put_object(place: Place, ref: ObjectRef, data: bytes) -> None:
+    """Store an object of a chain; if it is there, nothing is written. Raises `OSError`, `OutputError`."""
+    try:
+        if place.local is None and len(data) > _SINGLE_REQUEST:
+            _upload(place, ref.key, data)
+        else:
+            create(place, ref.key, data)
+    except FileExistsError:
+        there = place.head(ref.key)
+        if there is None or there.nbytes != ref.nbytes:
+            raise OutputError(
+                "the object with this name is damaged", where=place.where(ref.key), hint="Remove it, and publish again."
+            ) from None
+
+
+def create(place: Place, key: str, data: bytes) -> Version:
+    """Create an object of a chain, which stays when this returns. Raises `FileExistsError` if it exists."""
+    below, _, name = key.rpartition("/")
+    return place.within(below).replace(name, data, None)
+
+
+def _upload(place: Place, key: str, data: bytes) -> None:
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as temporary:
+        path = Path(temporary, "object")
+        path.write_bytes(data)
+        place.create_from(key, path, lambda: None)
+
+
+def _create_chain(run: Path, place: Place) -> None:
+    """Create `chain.json` and the folders, unless they are there. Raises unless it is that of a published chain."""
+    if isinstance(run, StorePath) and not run.key:
+        raise OutputError("is a bucket", where=run, hint=f"Name a chain in it, such as {run}/policy.chain.")
+    there = place.read(file.NAME)
+    if there is None:
+        if run.exists():
+            _check_no_other(run)
+        if place.local is not None:
+            folder.make(run)
+            _make_folders(run)
+        data = file.dump(file.ChainIndex((), is_published=True))
+        try:
+            place.replace(file.NAME, data, None)
+            return
+        except FileExistsError:
+            there = place.read(file.NAME)
+    if there is None or len(there[0]) > MAX_LIST or not file.parse(there[0], run / file.NAME).is_published:
+        raise UnsupportedError(
+            "is a chain of checkpoints, into which no steps are published",
+            where=run,
+            hint="Publish into a new chain. `ckpt append` adds a checkpoint to this one.",
+        )
+    if place.local is not None:
+        _make_folders(run)
+
+
+def _check_no_other(run: Path) -> None:
+    """Raise `OutputError` if a folder has something else than the beginning of a published chain."""
+    if not run.is_dir() or any(
+        one.name != FOLDER and not one.name.startswith(f".{file.NAME}-") for one in run.iterdir()
+    ):
+        raise OutputError(
+            "exists already, and is not a published chain", where=run, hint="Name a folder that does not exist yet."
+        )
+
+
+def _make_folders(run: Path) -> None:
+    parent = run / FOLDER
+    missing = [one for one in (parent, *(parent / name for name in _FOLDERS)) if not one.is_dir()]
+    for one in missing:
+        one.mkdir(exist_ok=True)
+    if missing:
+        flush(parent)
+        flush(run)
+
+
+def _head_after(head: Head | None, record: StepRecord, ref: RecordRef) -> Head:
+    """The head that names a record that follows the last one."""
+    if record.is_base or head is None:
+        return Head(ref, record.name, (), record.nbytes, 0)
+    return replace(head, record=ref, delta_nbytes=head.delta_nbytes + record.nbytes)
+
+
+def _most_useful(pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """At most `MAX_FOLDS` folds: the first ones that lie within a longer one are left out first."""
+    result = list(pairs)
+    while len(result) > MAX_FOLDS:
+        inner = (a for a in result if any(b != a and b[0] <= a[0] and a[1] <= b[1] for b in result))
+        result.remove(next(inner, result[0]))
+    return tuple(result)

@@ -1,0 +1,198 @@
+"""The values of one rank: those that were published last and those of the next step, and the object of their delta."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt_formats.core.errors import CorruptError, InvalidArgumentError
+from ckpt_formats.core.short_repr import short_repr
+from ckpt_formats.core.tensor import Array
+from ckpt_formats.universal.published.model import PublishedModel, TensorPiece
+from ckpt_formats.universal.published.records import ObjectRef, RankShare, hash_bytes
+from ckpt_formats.universal.published.share import ShareHeader, decode_chunk, digest_of, encode_chunk, share_bytes
+
+_ALIGNMENT = 64
+"""Bytes: pieces begin at multiples, so that chunks of any dtype are aligned."""
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedShare:
+    """What one rank stores of a step."""
+
+    object: bytes
+    share: RankShare
+    changed_chunks: int
+    chunks: int
+
+    __repr__ = short_repr
+
+
+class RankBuffers:
+    """Two buffers of a rank's values: the published ones, and those of the next step.
+
+    Fill all of the next ones, encode them, store the object; once the step is published, call `accept`. Only one
+    thread may call the methods of an instance.
+    """
+
+    def __init__(
+        self,
+        model: PublishedModel,
+        rank: int,
+        buffers: tuple[Array, Array] | None = None,
+        threads: int = 1,
+        signed: bool = False,
+    ) -> None:
+        """Values of a rank.
+
+        Args:
+            model: What is published.
+            rank: The rank, below `len(model.pieces)`.
+            buffers: Two vectors of `nbytes_of(model, rank)` bytes (uint8), such as shared memory: that of the published
+                values, and that of the next ones. None: memory of this process.
+            threads: Threads that encode and decode.
+            signed: Whether the records are signed, so that they state a SHA-256 of each object.
+        """
+        nbytes = self.nbytes_of(model, rank)
+        if buffers is None:
+            buffers = np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+        if any(one.shape != (nbytes,) or one.dtype != np.uint8 for one in buffers):
+            raise InvalidArgumentError(f"the buffers of rank {rank} must be two vectors of {nbytes:,} bytes (uint8)")
+        self._published: Array = buffers[0]
+        self._next: Array = buffers[1]
+        self._pieces: Sequence[TensorPiece] = model.pieces[rank]
+        self._dtypes = [model.tensors[piece.tensor].dtype for piece in self._pieces]
+        self._offsets = _offsets(model, rank)
+        self._threads, self._signed = threads, signed
+        self._chunks = [
+            (number, *piece.chunking.range(chunk))
+            for number, piece in enumerate(self._pieces)
+            for chunk in range(piece.chunking.count)
+        ]
+        self._published_digests: list[bytes] | None = None
+        self._next_digests: list[bytes] | None = None
+
+    @staticmethod
+    def nbytes_of(model: PublishedModel, rank: int) -> int:
+        """The bytes of one buffer."""
+        return _offsets(model, rank)[-1]
+
+    @property
+    def is_published(self) -> bool:
+        """Whether there are published values, against which the next ones can be coded."""
+        return self._published_digests is not None
+
+    def piece(self, number: int) -> Array:
+        """The next values of a piece, to be filled: (size,) of its dtype."""
+        self._next_digests = None
+        return self._view(self._next, number)
+
+    def published_piece(self, number: int) -> Array:
+        """The published values of a piece: (size,) of its dtype, read-only."""
+        values = self._view(self._published, number)
+        values.flags.writeable = False
+        return values
+
+    def fill(self, number: int, first_byte: int, data: bytes | memoryview) -> None:
+        """Fill a range of bytes of the next values of a piece."""
+        begin = self._offsets[number] + first_byte
+        if first_byte < 0 or begin + len(data) > self._offsets[number] + self._nbytes(number):
+            raise InvalidArgumentError(
+                f"bytes {first_byte:,} to {first_byte + len(data):,} are not within piece {number}"
+            )
+        self._next_digests = None
+        self._next[begin : begin + len(data)] = np.frombuffer(data, np.uint8)
+
+    def state(self) -> str:
+        """The hash of the next values: the `RankShare.state` of a step that has them."""
+        return hash_bytes(b"".join(self._digests()))
+
+    def encode(self, is_base: bool) -> EncodedShare:
+        """The object of the next values: coded alone, or against the published ones."""
+        if not is_base and self._published_digests is None:
+            raise InvalidArgumentError("there are no published values to code against", hint="Publish a base first.")
+        digests = self._digests()
+        before = None if is_base else self._published_digests
+
+        def encode(chunk: int) -> bytes:
+            if before is not None and before[chunk] == digests[chunk]:
+                return b""
+            return encode_chunk(
+                None if before is None else self._chunk(self._published, chunk), self._chunk(self._next, chunk)
+            )
+
+        with self._mapped() as run:
+            chunks = list(run(encode, range(len(self._chunks))))
+        data = share_bytes(chunks, digests)
+        share = RankShare(ObjectRef.of(data, self._signed), hash_bytes(b"".join(digests)))
+        return EncodedShare(data, share, sum(map(bool, chunks)), len(chunks))
+
+    def accept(self) -> None:
+        """The next values are the published ones from now on."""
+        self._published_digests = self._digests()
+        self._published, self._next = self._next, self._published
+        self._next_digests = None
+
+    def apply(self, data: bytes | memoryview, share: RankShare, is_base: bool, where: Path) -> None:
+        """Bring the published values to another step by its object, as the state's hash of the share shows.
+
+        data: the bytes of the object. Raises `CorruptError` if they do not lead to this state; then no values count as
+        published.
+        """
+        if not is_base and self._published_digests is None:
+            raise InvalidArgumentError("there are no published values to apply a delta to")
+        share.object.check(data, str(where))
+        header = ShareHeader.from_bytes(data, len(self._chunks), len(data), share, where)
+        self._published_digests = None
+        view, offsets, sizes = memoryview(data), header.offsets(), header.sizes
+
+        def decode(chunk: int) -> None:
+            values = self._chunk(self._published, chunk)
+            body = view[int(offsets[chunk]) : int(offsets[chunk] + sizes[chunk])]
+            decode_chunk(body, None if is_base else values, values, where)
+            if digest_of(values) != header.digest(chunk):
+                raise CorruptError("the values of a chunk are not those that the object states", where=where)
+
+        with self._mapped() as run:
+            list(run(decode, range(len(self._chunks))))
+        self._published_digests = [header.digest(chunk) for chunk in range(len(self._chunks))]
+
+    def _digests(self) -> list[bytes]:
+        if self._next_digests is None:
+            with self._mapped() as run:
+                digests = run(lambda chunk: digest_of(self._chunk(self._next, chunk)), range(len(self._chunks)))
+                self._next_digests = list(digests)
+        return self._next_digests
+
+    def _chunk(self, buffer: Array, chunk: int) -> Array:
+        number, first, stop = self._chunks[chunk]
+        return self._view(buffer, number)[first:stop]
+
+    def _view(self, buffer: Array, number: int) -> Array:
+        begin = self._offsets[number]
+        return buffer[begin : begin + self._nbytes(number)].view(self._dtypes[number])
+
+    def _nbytes(self, number: int) -> int:
+        return self._pieces[number].size * self._dtypes[number].itemsize
+
+    @contextmanager
+    def _mapped(self) -> Iterator[Callable[..., Iterable[Any]]]:
+        """`map`, by threads if there are several."""
+        if self._threads == 1:
+            yield map
+            return
+        with ThreadPoolExecutor(self._threads, "ckpt-publish") as pool:
+            yield pool.map
+
+
+def _offsets(model: PublishedModel, rank: int) -> list[int]:
+    """Where each piece begins in a buffer, and where the last one ends."""
+    offsets = [0]
+    for piece in model.pieces[rank]:
+        nbytes = piece.size * model.tensors[piece.tensor].dtype.itemsize
+        offsets.append(offsets[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+    return offsets
