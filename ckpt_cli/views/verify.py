@@ -129,8 +129,7 @@ def _verify_chain(run: Path, resources: Resources, replay: bool, as_json: bool) 
         count = len(result.findings)
         report.conclude(f"DAMAGED: {printable(str(run))}: {count} finding{'s' * (count != 1)}{lost_steps}")
         return False
-    members = result.chain.members
-    facts = [f"{len(members)} states complete, {result.checksums} checksums match"] if members else []
+    facts = [f"{len(result.steps)} states complete, {result.checksums} checksums match"] if result.steps else []
     if result.segments:
         logged = sum(one.last - one.logged.first for one in result.segments if one.last is not None)
         facts.append(f"{logged} steps of gradients complete{' and replayed' if replay else ''}")
@@ -139,10 +138,9 @@ def _verify_chain(run: Path, resources: Resources, replay: bool, as_json: bool) 
 
 
 def _json(run: Path, result: ChainReport, seconds: float) -> dict[str, Any]:
-    members = result.chain.members
     return report.findings_json(run, result.findings, seconds) | {
-        "steps": [member.step for member in members],
-        "approximate_steps": [member.step for member in members if not member.exact],
+        "steps": list(result.steps),
+        "approximate_steps": [member.step for member in result.chain.members if not member.exact],
         "damaged_steps": list(result.bad_steps),
         "not_finite": [{"step": one.step, **report.counts_json(one.counts)} for one in result.not_finite],
     }

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from ckpt.chains.chain import Chain
+from ckpt.chains.compact import Retention
+from ckpt.chains.verify import verify_chain
+from ckpt.copying.copy import Copy
 from ckpt.findings import find_problems
 from ckpt.job import save
 from ckpt.pipeline import Execution
@@ -217,3 +220,30 @@ def test_signed_records_need_the_key(tmp_path: Path) -> None:
             StepRecord.from_bytes(wrong, where, key)
     head = (run.run / HEAD).read_bytes()
     assert Head.from_bytes(head, run.run / HEAD, b"secret").record.name == record.name
+
+
+def test_verify_names_the_steps_that_damage_makes_unreadable(run: PublishedRun, tmp_path: Path) -> None:
+    copied = tmp_path / "copy.chain"
+    Copy(run.run, copied).run()
+    assert {one.relative_to(copied) for one in copied.rglob("*") if one.is_file()} == {
+        one.relative_to(run.run) for one in run.run.rglob("*") if one.is_file()
+    }
+    result = verify_chain(copied, Execution(1))
+    assert (result.findings, result.bad_steps, result.steps) == ((), (), tuple(STEPS))
+    record = StepRecord.from_bytes((copied / StepName(1, 15).key).read_bytes(), copied)
+    (copied / record.shares[0].object.key).unlink()
+    # The fold from 14 to 18 leads past the step that is lost; 16 is reached by the fold from 12.
+    assert verify_chain(copied, Execution(1)).bad_steps == (15,)
+    assert_equal(Path(f"{copied}@16"), weights_at(16))
+    with pytest.raises(CkptError):
+        save(open_checkpoint(Path(f"{copied}@15")), tmp_path / "out", writable("universal"))
+
+
+def test_only_a_publisher_changes_a_published_chain(run: PublishedRun, tmp_path: Path) -> None:
+    before = {one: one.read_bytes() for one in run.run.rglob("*") if one.is_file()}
+    chain = Chain(run.run)
+    with pytest.raises(UnsupportedError, match="publishes its weights"):
+        chain.append(chain[12], step=30)
+    with pytest.raises(UnsupportedError, match="publishes its weights"):
+        chain.compact(Retention(("last:1",)))
+    assert before == {one: one.read_bytes() for one in run.run.rglob("*") if one.is_file() and one.name != "chain.lock"}

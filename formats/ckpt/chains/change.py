@@ -18,7 +18,7 @@ from ckpt.pipeline.lease import Right, hold
 from ckpt.pipeline.resources import Execution
 from ckpt.pipeline.scratch import scratch_folder
 from ckpt_formats.core.claims import MAX_LIST
-from ckpt_formats.core.errors import CkptError, IncompleteError, LockedError, OutputError
+from ckpt_formats.core.errors import CkptError, IncompleteError, LockedError, OutputError, UnsupportedError
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.place import Place, Version
@@ -238,4 +238,17 @@ def _read(run: Path, place: Place) -> tuple[ChainIndex | None, Version | None]:
         return None, None
     # A process that was killed may have left an empty list in a store.
     is_empty = not place.is_consistent and file.is_empty(read[0], path)
-    return (None if is_empty else file.parse(read[0], path)), read[1]
+    chain = None if is_empty else file.parse(read[0], path)
+    if chain is not None:
+        check_appendable(run, chain)
+    return chain, read[1]
+
+
+def check_appendable(run: Path, chain: ChainIndex) -> None:
+    """Raise `UnsupportedError` if states are published in a chain, which none but its publisher changes."""
+    if chain.is_published:
+        raise UnsupportedError(
+            "a run publishes its weights in this chain, and only it and `ckpt publish` change the chain",
+            where=run,
+            hint="Name another chain.",
+        )

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from ckpt.chains.append import folder_name, last_base
 from ckpt.chains.carried import CarriedState, carry
-from ckpt.chains.change import ChainChange, change
+from ckpt.chains.change import ChainChange, change, check_appendable
 from ckpt.chains.write import DeltaPolicy, write_base, write_delta
 from ckpt.job import AnyProgress, load_kernels
 from ckpt.pipeline import Execution
@@ -89,8 +89,9 @@ class CompactResult:
 def plan(run: Path, chain: ChainIndex, retention: Retention, policy: DeltaPolicy) -> CompactPlan:
     """Which states and segments stay, and how. The last state always does.
 
-    Raises `NotFoundError` for a step that is not there.
+    Raises `NotFoundError` for a step that is not there, `UnsupportedError` for a published chain.
     """
+    check_appendable(run, chain)
     chain = _cut(run, chain, retention.upto)
     segments = chain.segments if retention.gradients is None else _last(chain.segments, retention.gradients)
     last = last_step(run, chain)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckpt.chains import replay_check, tip
+from ckpt.chains.published import verify_published
 from ckpt.chains.segments import SegmentView, open_segments
 from ckpt.chains.verify_deltas import delta_key, replay_once
 from ckpt.findings import checks
@@ -56,8 +57,15 @@ class ChainReport:
     notes: tuple[Notice, ...]
     not_finite: tuple[FirstNotFinite, ...] = ()
     """Of the stored states; none if there are findings."""
+    published: tuple[int, ...] = ()
+    """The steps of a published chain."""
 
     __repr__ = short_repr
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that are stored."""
+        return self.published or tuple(member.step for member in self.chain.members)
 
     @property
     def report(self) -> Report:
@@ -70,6 +78,11 @@ def verify_chain(
 ) -> ChainReport:
     """Check all of a chain. With `replay`, also repeat its logged steps, and compare."""
     chain = index.read(run)
+    if chain.is_published:
+        found = verify_published(run, resources, progress)
+        strange = tuple(FirstNotFinite(step, counts) for step, counts in found.not_finite)
+        notes = tuple(_not_finite_notice(strange))
+        return ChainReport(chain, found.findings, found.bad_steps, found.checksums, (), notes, strange, found.steps)
     members = open_members(run, chain)
     opened, findings = remainders(chain, members)
     states, of_tip = tip.opened(run, chain)

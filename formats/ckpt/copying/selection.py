@@ -28,6 +28,8 @@ from ckpt_formats.universal.chain.file import LoggedSteps
 from ckpt_formats.universal.chain.folder import LOCK
 from ckpt_formats.universal.chain.members import open_members
 from ckpt_formats.universal.chain.states import open_steps
+from ckpt_formats.universal.published.records import FOLDER, HEAD, MAX_HEAD, OBJECT_KEY, Head
+from ckpt_formats.universal.published.state import read_file
 from ckpt_formats.universal.stored import StoredSeals
 
 _POINTERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
@@ -174,6 +176,8 @@ class _SourceContents:
         with unrecorded():
             data = read_whole(place, MAX_LIST)
         chain = chain_list.parse(data, place)
+        if chain.is_published:
+            return cls._of_published(run, place, data)
         members = open_members(run, chain)
         seals = list[Seal]()
         for member in chain.members:
@@ -189,6 +193,22 @@ class _SourceContents:
         folders |= {chain.tip.folder} if chain.tip else set()
         in_folders = [file for name in sorted(folders) for _, file in below(run / name)]
         return cls((place, *in_folders, *of_segments, *nbytes), members.identities, seals, (), {place: data}, nbytes)
+
+    @classmethod
+    def _of_published(cls, run: Path, place: Path, data: bytes) -> "_SourceContents":
+        """The head as it is now, and all steps, folds and objects. A run may add more meanwhile: they are no harm."""
+        pointers = {place: data}
+        head = read_file(run / HEAD, MAX_HEAD)
+        if head is not None:
+            Head.from_bytes(head, run / HEAD)
+            pointers[run / HEAD] = head
+        published = run / FOLDER
+        files = list(below(published)) if published.is_dir() else []
+        stored = [file for name, file in files if name.startswith(("objects/", "steps/", "folds/"))]
+        objects = [file for name, file in files if OBJECT_KEY.fullmatch(f"{FOLDER}/{name}")]
+        # The name of an object is the hash of its bytes.
+        seals = [Seal(one, 0, one.stat().st_size, "xxh3-128", int(one.name, 16), one.name) for one in objects]
+        return cls((*pointers, *stored), {}, seals, (), pointers)
 
     def is_part(self, name: str) -> bool:
         """Whether a file that no reader opened belongs to the checkpoint."""

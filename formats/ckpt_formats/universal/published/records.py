@@ -31,6 +31,8 @@ MAX_STEP = 10**18 - 1
 _STEP = re.compile(r"steps/e(\d{4,8})-(\d{10,18})")
 _FOLD = re.compile(r"folds/e(\d{4,8})-(\d{10,18})-(\d{10,18})")
 _HASH = re.compile(r"[0-9a-f]{32}")
+OBJECT_KEY = re.compile(rf"{FOLDER}/objects/([0-9a-f]{{32}})")
+"""The key of an object, whose name is the hash of its bytes."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SIGNATURE = re.compile(rb"hmac-sha256:([0-9a-f]{64})\n")
 _SIGNATURE_NBYTES = len("hmac-sha256:\n") + 64

@@ -47,7 +47,7 @@ _HINT = "The chain was damaged after it was written: restore it from a copy. `ck
 def read_head(run: Path) -> Head | None:
     """The head of a published chain; None if no step is published yet."""
     with unrecorded():  # a run replaces it with each step
-        data = _read(run / HEAD, MAX_HEAD)
+        data = read_file(run / HEAD, MAX_HEAD)
     return None if data is None else Head.from_bytes(data, run / HEAD)
 
 
@@ -60,7 +60,7 @@ def published_steps(run: Path, head: Head) -> dict[int, StepName]:
 
 def read_record_at(run: Path, name: StepName) -> tuple[StepRecord, bytes]:
     """The record of a step, and its bytes. Raises `NotFoundError`, `CorruptError`."""
-    data = _read(run / name.key, MAX_RECORD)
+    data = read_file(run / name.key, MAX_RECORD)
     if data is None:
         raise NotFoundError(f"step {name.step} is not published", where=run / name.key)
     return StepRecord.from_bytes(data, run / name.key), data
@@ -77,7 +77,7 @@ def open_step(run: Path, head: Head, name: StepName) -> Checkpoint:
     Raises `NotFoundError` if it is not published, `CorruptError` if what it needs is missing or damaged.
     """
     ref = head.record if name == head.record.name else ref_of(name, read_record_at(run, name)[1])
-    route = find_route(head, None, lambda key: _read(run / key, MAX_RECORD), run, ref)
+    route = find_route(head, None, lambda key: read_file(run / key, MAX_RECORD), run, ref)
     if not route.begins_with_base:
         raise CorruptError(f"step {name.step} does not lead back to a base", where=run / name.key, hint=_HINT)
     model = read_model(run, route.end.model)
@@ -237,14 +237,15 @@ def _seals(run: Path, route: Route, model: PublishedModel) -> Iterator[Seal]:
 
 
 def _read_object(run: Path, ref: ObjectRef, max_nbytes: int) -> bytes:
-    data = _read(run / object_key(ref.hash), max_nbytes)
+    data = read_file(run / object_key(ref.hash), max_nbytes)
     if data is None:
         raise CorruptError("the object is missing", where=run / ref.key, hint=_HINT)
     ref.check(data, str(run / ref.key))
     return data
 
 
-def _read(path: Path, max_nbytes: int) -> bytes | None:
+def read_file(path: Path, max_nbytes: int) -> bytes | None:
+    """All bytes of a file of a published chain; None if it does not exist. Raises `UnsafeError` if it is too large."""
     try:
         return read_whole(path, max_nbytes)
     except NotFoundError:
