@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt.chains.published import PublishedStep, read_steps
 from ckpt.chains.segments import SegmentView, open_segments, steps_nbytes
 from ckpt_cli.progress import doing
 from ckpt_cli.views import columns
@@ -33,14 +34,16 @@ def show_log(run: Path, as_json: bool, html: Path | None = None) -> None:
     with doing(f"reading the chain {printable(str(run))}"):
         chain = index.read(run)
         segments = open_segments(run, chain)
+        published = read_steps(run) if chain.is_published else []
     unfinished = unfinished_states(run, time.time())
-    fields = {**to_json(chain, segments), "unfinished": [asdict(one) for one in unfinished]}
+    fields = {**to_json(chain, segments, published), "unfinished": [asdict(one) for one in unfinished]}
     if html is not None:
         page.write(page_of(run, fields), html, "log")
     if as_json:
         data({"chain": str(run), **fields})
         return
-    for line in (*lines(chain, segments), *([""] * bool(unfinished)), *map(str, unfinished)):
+    shown = _published_lines(published) if chain.is_published else lines(chain, segments)
+    for line in (*shown, *([""] * bool(unfinished)), *map(str, unfinished)):
         columns.show(line)
 
 
@@ -81,12 +84,13 @@ def unfinished_states(run: Path, now: float) -> list[Unfinished]:
     return unfinished
 
 
-def to_json(chain: ChainIndex, segments: list[SegmentView]) -> dict[str, Any]:
+def to_json(chain: ChainIndex, segments: list[SegmentView], published: Sequence[PublishedStep] = ()) -> dict[str, Any]:
     """The steps and segments as plain data."""
     raw, stored = _sums(chain)
     logged = [one.last for one in segments if one.last is not None]  # none of damaged segments
+    steps = [member.step for member in chain.members] + [one.step for one in published]
     return {
-        "last": max((*(member.step for member in chain.members), *logged), default=None),
+        "last": max((*steps, *logged), default=None),
         "segments": [_segment_json(one) for one in segments],
         "steps": [_member_json(chain, member) for member in chain.members],
         "raw_nbytes": raw,
@@ -94,6 +98,7 @@ def to_json(chain: ChainIndex, segments: list[SegmentView]) -> dict[str, Any]:
         "ratio": round(raw / max(stored, 1), 4),
         "exact": all(member.exact for member in chain.members),
         **({} if chain.tip is None else {"tip": asdict(chain.tip)}),
+        **({"published": [asdict(one) for one in published]} if chain.is_published else {}),
     }
 
 
@@ -103,6 +108,22 @@ def lines(chain: ChainIndex, segments: list[SegmentView]) -> Iterator[str]:
         yield from _member_lines(chain)
         yield from [""] * bool(segments)
     yield from _segment_lines(segments)
+
+
+def _published_lines(steps: Sequence[PublishedStep]) -> Iterator[str]:
+    """The steps of a published chain as lines of text."""
+    if not steps:
+        yield "no step is published yet"
+        return
+    rows = [
+        (str(one.step), str(one.epoch), one.kind, format_nbytes(one.stored_nbytes), str(one.ranks), one.time)
+        for one in steps
+    ]
+    yield columns.table(("step", "epoch", "kind", "stored", "ranks", "published"), rows, right=(0, 1, 3, 4))
+    yield ""
+    sizes = [one.stored_nbytes for one in steps]
+    yield f"stored  {sparkline(sizes)}"
+    yield f"total   {format_nbytes(sum(sizes))} for {len(steps)} published steps"
 
 
 def _member_lines(chain: ChainIndex) -> Iterator[str]:

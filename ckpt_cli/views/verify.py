@@ -23,6 +23,7 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.zero_values import zero_notices
 from ckpt_formats.registry.opening import open_checkpoint as open_any
 from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain.states import all_steps
 
 _MAX_STEPS = 10
 
@@ -99,7 +100,8 @@ def _quick(checkpoint: Checkpoint, as_json: bool) -> bool:
 def _quick_chain(run: Path, as_json: bool) -> bool:
     """Check the headers of all stored states of a chain."""
     started = time.monotonic()
-    steps = [member.step for member in index.read(run).members]
+    chain = index.read(run)
+    steps = all_steps(run, chain) if chain.is_published else [member.step for member in chain.members]
     findings: list[Finding] = []
     with doing(f"comparing the headers of {len(steps)} states"):
         for step in steps:

@@ -13,6 +13,7 @@ import pytest
 
 from ckpt_cli.main import COMMANDS
 from damage import SAMPLES, ckpt
+from published import PublishedRun
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCHEMAS = runpy.run_path(str(DOCS / "make_json.py"))["schemas"]()["$defs"]
@@ -29,6 +30,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(DELTAS, folder / "run.chain")
     shutil.copytree(SAMPLES / "recorded-1" / "run.chain", folder / "recorded.chain")
     weight = np.arange(12, dtype=np.float32).reshape(3, 4)
+    published = PublishedRun(folder / "published.chain", {"weight": weight})
+    published.publish(1, {"weight": weight})
+    published.publish(2, {"weight": weight + 1})
     for name in ("a", "b"):
         save_file({"layer.weight": weight, "layer.bias": weight[0]}, folder / f"{name}.safetensors")
     (folder / "adapter").mkdir()
@@ -43,8 +47,8 @@ RUNS: dict[str, list[list[Any]]] = {
     "convert": [[ZERO1, "u"], [ZERO1, "x", "--dry-run"], ["b.safetensors", "c.safetensors", "--seal"]],
     "reshard": [[ZERO1, "r", "--dp", "1"], [ZERO1, "x", "--dp", "1", "--dry-run"]],
     "inspect": [["u"], [TRAINER], ["run.chain@12"], ["recorded.chain"], [SAMPLES / "damaged"]],
-    "verify": [["u"], ["run.chain"], ["recorded.chain"], ["--quick", "u"], [SAMPLES / "damaged" / "flipped-bit"],
-               [SAMPLES / "damaged" / "truncated-shard"]],
+    "verify": [["u"], ["run.chain"], ["recorded.chain"], ["published.chain"], ["--quick", "u"],
+               [SAMPLES / "damaged" / "flipped-bit"], [SAMPLES / "damaged" / "truncated-shard"]],
     "rules": [["u"], [SAMPLES / "megatron-0.16-tp2-pp2-dist"]],
     "diff": [["run.chain@10", "run.chain@11", "--by", "layer", "--by", "state"], ["u", ZERO1],
              ["run.chain@11", "run.chain@12", "-o", "d"], ["run.chain@11", "run.chain@12", "-o", "e", "--dry-run"]],
@@ -53,7 +57,7 @@ RUNS: dict[str, list[list[Any]]] = {
     "restore": [["run.chain", "s"], ["run.chain", "x", "--dry-run"], ["recorded.chain", "x", "--dry-run"]],
     "shadow": [["recorded.chain", "--once"], ["recorded.chain", "--once", "-o", "sh"]],
     "serve": [],
-    "log": [["run.chain"], ["recorded.chain"]],
+    "log": [["run.chain"], ["recorded.chain"], ["published.chain"]],
     "plan": [["--step", "0.8s", "--mtbf", "3h", "--stall", "20s", "--replay", "40ms"],
              ["--step", "0.8s", "--mtbf", "3h", "--state", "84GB", "--write", "2GB/s"],
              ["recorded.chain", "--step", "0.8s", "--mtbf", "3h", "--stall", "20s", "--replay-rate", "250M"]],

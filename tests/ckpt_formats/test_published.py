@@ -97,11 +97,10 @@ def test_route_takes_folds_from_where_the_follower_is(run: PublishedRun) -> None
             return (run.run / key).read_bytes()
 
         ref = None if have is None else run.refs[StepName(1, have)]
-        found = find_route(head, ref, record, run.run, run.refs[StepName(1, to)])
+        result = find_route(head, ref, record, run.run, run.refs[StepName(1, to)])
         assert len(reads) == len(set(reads))
-        return [
-            one.key.rpartition("/")[2].removesuffix(".json").removeprefix("e0001-").lstrip("0") for one in found.records
-        ]
+        names = (one.key.rpartition("/")[2].removesuffix(".json") for one in result.records)
+        return [name.removeprefix("e0001-").lstrip("0") for name in names]
 
     assert route(18, 19) == ["19"]
     assert route(14, 19) == ["14-0000000018", "19"]
@@ -141,7 +140,7 @@ def test_chain_without_a_head_says_that_nothing_is_published(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("every", [1, 7])
-def test_no_flipped_bit_of_a_published_chain_is_read(tmp_path: Path, every: int) -> None:
+def test_published_chain_with_a_flipped_bit_is_refused(tmp_path: Path, every: int) -> None:
     run = PublishedRun(tmp_path / "r.chain", weights_at(1), ranks=2)
     for step in (1, 2, 3):
         run.publish(step, weights_at(step))
@@ -239,7 +238,7 @@ def test_verify_names_the_steps_that_damage_makes_unreadable(run: PublishedRun, 
         save(open_checkpoint(Path(f"{copied}@15")), tmp_path / "out", writable("universal"))
 
 
-def test_only_a_publisher_changes_a_published_chain(run: PublishedRun, tmp_path: Path) -> None:
+def test_append_and_compact_refuse_a_published_chain(run: PublishedRun, tmp_path: Path) -> None:
     before = {one: one.read_bytes() for one in run.run.rglob("*") if one.is_file()}
     chain = Chain(run.run)
     with pytest.raises(UnsupportedError, match="publishes its weights"):

@@ -79,10 +79,10 @@ def verify_chain(
     """Check all of a chain. With `replay`, also repeat its logged steps, and compare."""
     chain = index.read(run)
     if chain.is_published:
-        found = verify_published(run, resources, progress)
-        strange = tuple(FirstNotFinite(step, counts) for step, counts in found.not_finite)
+        result = verify_published(run, resources, progress)
+        strange = tuple(FirstNotFinite(step, counts) for step, counts in result.not_finite)
         notes = tuple(_not_finite_notice(strange))
-        return ChainReport(chain, found.findings, found.bad_steps, found.checksums, (), notes, strange, found.steps)
+        return ChainReport(chain, result.findings, result.bad_steps, result.checksums, (), notes, strange, result.steps)
     members = open_members(run, chain)
     opened, findings = remainders(chain, members)
     states, of_tip = tip.opened(run, chain)

@@ -36,7 +36,7 @@ from ckpt_formats.universal.published.records import (
     object_key,
     parse_name,
 )
-from ckpt_formats.universal.published.route import Route, find_route, ref_of
+from ckpt_formats.universal.published.route import find_route, ref_of
 from ckpt_formats.universal.published.share import ShareHeader, decode_chunk, digest_of, header_nbytes
 from ckpt_formats.universal.replay import DeltaBlob, Place
 
@@ -96,7 +96,7 @@ def open_step(run: Path, head: Head, name: StepName) -> Checkpoint:
         parameters=parameters,
         extras=extras,
         aliases=dict(model.aliases),
-        seals=tuple(_seals(run, route, model)),
+        seals=tuple(one.seal for of_step in objects for one in of_step),
     )
 
 
@@ -134,8 +134,24 @@ class _StoredShare:
         data = np.empty(int(self.header.sizes[chunk]), np.uint8)
         reader.read_into(self.path, int(self.offsets[chunk]), data.data)
         decode_chunk(data.data, before, out, self.path)
-        if digest_of(out) != self.header.digest(chunk):
+        digests = reader.cached_or((self, "digests"), lambda: self._read_digests(reader))
+        if digest_of(out) != digests[16 * chunk : 16 * chunk + 16].tobytes():
             raise CorruptError(f"{label}: the values of a chunk do not fit their checksum", where=self.path, hint=_HINT)
+
+    @property
+    def seal(self) -> Seal:
+        """The checksum of the digests of its chunks, which the record states."""
+        nbytes = 16 * sum(self.model.chunk_counts(self.rank))
+        return Seal(
+            self.path, header_nbytes(nbytes // 16) - nbytes, nbytes, "xxh3-128", int(self.share.state, 16), "digests"
+        )
+
+    def _read_digests(self, reader: Reader) -> Array:
+        """The digests of all chunks: (16 * chunks,) uint8. They are evidence that the object is the published one."""
+        seal = self.seal
+        digests = np.empty(seal.nbytes, np.uint8)
+        reader.read_into(self.path, seal.offset, digests.data, seal)
+        return digests
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,15 +241,10 @@ def _extras(run: Path, model: PublishedModel, parameters: dict[str, Parameter]) 
         if ref.nbytes > MAX_FILE:
             raise CorruptError(f"{ref.nbytes:,} bytes are too many for the file {name!r}", where=path)
         if key not in parameters:
-            blob = FileBlob.packed(path, 0, (ref.nbytes,), np.dtype(np.uint8))
+            seal = Seal(path, 0, ref.nbytes, "xxh3-128", int(ref.hash, 16), name)
+            blob = FileBlob.packed(path, 0, (ref.nbytes,), np.dtype(np.uint8), seal)
             parameters[key] = Parameter(key, "extra", {MODEL: Tensor.of(blob)})
             yield key, TensorName(key)
-
-
-def _seals(run: Path, route: Route, model: PublishedModel) -> Iterator[Seal]:
-    refs = [one.object for record in route.records for one in record.shares]
-    for ref in dict.fromkeys([*refs, *model.files.values()]):
-        yield Seal(run / ref.key, 0, ref.nbytes, "xxh3-128", int(ref.hash, 16), ref.hash)
 
 
 def _read_object(run: Path, ref: ObjectRef, max_nbytes: int) -> bytes:
