@@ -1,6 +1,6 @@
 """Writes the page of rooms and nouns, docs/modules.md, from docstrings. Git does not have it; the site does.
 
-A room is a module or package directly in one of the five packages. A noun is a class that several rooms import.
+A room is a module or package directly in one of the seven packages. A noun is a class that several rooms import.
 The source is parsed, never imported.
 """
 
@@ -15,6 +15,7 @@ PAGE = ROOT / "docs" / "modules.md"
 PACKAGES = (
     "ckpt_cli",
     "formats/ckpt_recorder",
+    "formats/ckpt_serving",
     "formats/ckpt_training",
     "formats/ckpt",
     "formats/ckpt_formats",

@@ -54,7 +54,7 @@ def test_bounds_of_claims_stand_in_one_module() -> None:
     assert [f"{module}: {found[0]}" for module, text in modules.items() if (found := own.search(text))] == []
 
 
-@pytest.mark.parametrize("package", ["ckpt_cli", "ckpt_recorder", "ckpt_training", "ckpt_codecs"])
+@pytest.mark.parametrize("package", ["ckpt_cli", "ckpt_recorder", "ckpt_serving", "ckpt_training", "ckpt_codecs"])
 def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
     graph = grimp.build_graph(package, cache_dir=None)
     circles = [
