@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from ckpt.pipeline import Execution
+from ckpt.serving.address import NetworkAddress, parse_address
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.shadow import Shadow
-from ckpt.shadow.wire import NetworkAddress, parse_address
 from ckpt_codecs.gradients import gradient_codec
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.files import Reader

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from ckpt.serving.address import parse_address
 from ckpt.shadow.log_server import LogServer
-from ckpt.shadow.wire import parse_address
 from ckpt_cli.options.shadow import ListenOptions
 from ckpt_cli.views.report import say
 from ckpt_cli.views.shadow import print_event, show_address, stopped_by_signals, tls

@@ -14,6 +14,7 @@ import click
 
 from ckpt.job import load_kernels
 from ckpt.pipeline import Resources
+from ckpt.serving.address import parse_address, tls_of
 from ckpt.shadow import follow as following
 from ckpt.shadow.follow import ShadowEvent
 from ckpt.shadow.shadow import Shadow, ShadowStatus
@@ -111,7 +112,6 @@ def _shadow(chain: str, options: ShadowOptions, resources: Resources) -> Iterato
         yield Shadow(local_path(chain), resources=resources, base_every=options.base_every, part=part)
         return
     from ckpt.shadow.mirror import LogMirror
-    from ckpt.shadow.wire import parse_address
 
     place = None if options.mirror is None else Path(options.mirror)
     with LogMirror(parse_address(chain), options.credentials, place) as mirror:
@@ -120,7 +120,6 @@ def _shadow(chain: str, options: ShadowOptions, resources: Resources) -> Iterato
 
 def _listen(shadow: Shadow, options: ListenOptions) -> "Server":
     from ckpt.shadow.server import Server
-    from ckpt.shadow.wire import parse_address
 
     assert options.listen is not None
     return Server(shadow, parse_address(options.listen), options.token, tls(options))
@@ -130,7 +129,6 @@ def tls(options: ListenOptions) -> "SSLContext | None":
     """TLS with the certificate that the user names; None: without TLS."""
     if options.tls_certificate is None or options.tls_key is None:
         return None
-    from ckpt.shadow.listener import tls_of
 
     return tls_of(Path(options.tls_certificate), Path(options.tls_key))
 

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from ckpt.pipeline import Execution
+from ckpt.serving.address import NetworkAddress
 from ckpt.shadow import listener, log_server
 from ckpt.shadow import server as server_module
 from ckpt.shadow.client import ShadowConnection
@@ -32,7 +33,7 @@ from ckpt.shadow.log_server import LogServer
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
-from ckpt.shadow.wire import NetworkAddress, PeerGone
+from ckpt.shadow.wire import PeerGone
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain import folder as chain_folder
 from ckpt_formats.universal.chain import states

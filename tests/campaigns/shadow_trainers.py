@@ -27,8 +27,8 @@ import torch
 import torch._dynamo  # which the first step of an optimizer would import in each run
 from torch import distributed, nn
 
+from ckpt.serving.address import NetworkAddress, parse_address
 from ckpt.shadow.client import ShadowConnection
-from ckpt.shadow.wire import NetworkAddress, parse_address
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.tensor import read

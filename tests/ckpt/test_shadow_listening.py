@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from ckpt.pipeline import Execution
+from ckpt.serving.address import NetworkAddress, parse_address, tls_of
 from ckpt.shadow import connection as connection_module
 from ckpt.shadow import described, listener, server, wire
 from ckpt.shadow.client import ShadowConnection
-from ckpt.shadow.listener import tls_of
 from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
-from ckpt.shadow.wire import FrameKind, NetworkAddress, parse_address
+from ckpt.shadow.wire import FrameKind
 from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,

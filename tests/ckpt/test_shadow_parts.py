@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from ckpt.pipeline import Execution
+from ckpt.serving.address import NetworkAddress
 from ckpt.shadow import joined as joined_module
 from ckpt.shadow import server as server_module
 from ckpt.shadow.client import ShadowConnection
 from ckpt.shadow.joined import JoinedShadows
 from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
-from ckpt.shadow.wire import NetworkAddress
 from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
 from ckpt_formats.universal.gradients import layout as layout_module
 from ckpt_formats.universal.gradients.layout import LoggedTensor

@@ -18,13 +18,12 @@ from typing import Any
 import pytest
 
 from ckpt.pipeline import Execution
+from ckpt.serving.address import NetworkAddress, tls_of
 from ckpt.shadow import listener, log_server, mirror
 from ckpt.shadow.connection import Connection
-from ckpt.shadow.listener import tls_of
 from ckpt.shadow.log_server import LogServer
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.shadow import Shadow
-from ckpt.shadow.wire import NetworkAddress
 from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,

@@ -15,7 +15,8 @@ LIMITS = {
     # `doctor` and `planning` stand alone; `shadow` adds bases to chains, runs jobs, is read as a checkpoint; `copying`
     # runs the pipeline on files, not on tensors, and changes chains
     # `partial` mixes two states, for chains and for whoever lost blocks; `reading` writes nothing
-    "ckpt": (16, 18),
+    # `serving` sends the files of chains; where and to whom, shadows decide alike
+    "ckpt": (17, 19),
     "ckpt_formats": (8, 17),  # `stores` reads what lies in buckets: paths and files of `core`
     "ckpt_codecs": (13, 48),
 }

@@ -9,12 +9,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ckpt.pipeline import Execution
+from ckpt.serving.address import NetworkAddress
 from ckpt.shadow.joined import JoinedShadows
 from ckpt.shadow.log_server import LogServer
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
-from ckpt.shadow.wire import NetworkAddress
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.gradients.parts import StatePart

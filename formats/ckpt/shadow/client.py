@@ -9,10 +9,11 @@ from types import TracebackType
 
 import numpy as np
 
+from ckpt.serving.address import NetworkAddress
 from ckpt.shadow import described, wire
 from ckpt.shadow.connection import Connection
 from ckpt.shadow.described import PartOfState
-from ckpt.shadow.wire import FrameKind, NetworkAddress
+from ckpt.shadow.wire import FrameKind
 from ckpt_formats.core.checkpoint import Checkpoint, Edit
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DType

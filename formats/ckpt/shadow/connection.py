@@ -7,9 +7,10 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 
+from ckpt.serving.address import NetworkAddress
 from ckpt.shadow import wire
 from ckpt.shadow.listener import Served
-from ckpt.shadow.wire import ERRORS, FrameKind, NetworkAddress, PeerGone
+from ckpt.shadow.wire import ERRORS, FrameKind, PeerGone
 from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 
+from ckpt.serving.address import NetworkAddress
 from ckpt.shadow.client import ShadowConnection
 from ckpt.shadow.described import PartOfState
-from ckpt.shadow.wire import NetworkAddress
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
 from ckpt_formats.stores.http_client import NO_CREDENTIALS, Credentials

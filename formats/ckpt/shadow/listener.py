@@ -12,12 +12,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from pathlib import Path
 from typing import ClassVar, Literal
 
+from ckpt.serving.address import NetworkAddress, listening_socket
 from ckpt.shadow import wire
-from ckpt.shadow.wire import FrameKind, NetworkAddress, PeerGone
-from ckpt_formats.core.errors import CkptError, InvalidArgumentError, NotFoundError, UnsupportedError
+from ckpt.shadow.wire import FrameKind, PeerGone
+from ckpt_formats.core.errors import CkptError, UnsupportedError
 
 MAX_PEERS = 16
 """Connections at the same time. More are closed at once."""
@@ -34,24 +34,10 @@ class Listener(ABC):
     served: ClassVar[Served]
 
     def __init__(self, address: NetworkAddress, token: bytes | None = None, tls: ssl.SSLContext | None = None) -> None:
-        """Listen at once. Raises `InvalidArgumentError` for an address of other machines without a token and TLS.
-
-        `token`: what readers must know; `tls`: the certificate and key.
-        """
-        if not address.is_loopback and (token is None or tls is None):
-            raise InvalidArgumentError(
-                f"listening on {address}, where other machines are, needs a token and TLS",
-                hint="Give both, or listen on localhost.",
-            )
-        self._token = None if token is None else wire.check_token(token)
-        self._tls = tls
+        """Listen at once. `token`: what readers must know; `tls`: certificate and key. Raises as `listening_socket`."""
+        self._socket, self.address = listening_socket(address, token, tls)
+        self._token, self._tls = token, tls
         self._peers = threading.BoundedSemaphore(MAX_PEERS)
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        try:
-            self._socket = socket.create_server((address.host, address.port), family=family)
-        except OSError as error:
-            raise UnsupportedError(f"cannot listen on {address}: {error.strerror or error}") from None
-        self.address = NetworkAddress(address.host, self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="ckpt-shadow-accept", daemon=True).start()
 
     def close(self) -> None:
@@ -116,20 +102,3 @@ class Listener(ABC):
             raise refused
         if self._token is not None and not hmac.compare_digest(given, wire.proof(self._token, nonce, client_nonce)):
             raise refused
-
-
-def tls_of(certificate: Path, key: Path) -> ssl.SSLContext:
-    """TLS with a certificate and its private key: files in PEM.
-
-    Raises `NotFoundError` if there is no such file, `UnsupportedError` if they cannot be used.
-    """
-    for file in (certificate, key):
-        if not file.exists():
-            raise NotFoundError("there is nothing at this path", where=file)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(certificate, key)
-    except (OSError, ValueError) as error:
-        raise UnsupportedError(f"the certificate and its key cannot be used: {error}", where=certificate) from None
-    return context

@@ -25,9 +25,10 @@ from typing import Any
 
 import xxhash
 
+from ckpt.serving.address import NetworkAddress
 from ckpt.shadow import wire
 from ckpt.shadow.listener import Listener
-from ckpt.shadow.wire import FrameKind, NetworkAddress
+from ckpt.shadow.wire import FrameKind
 from ckpt_formats.core.errors import CorruptError, NotFoundError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.values import is_natural

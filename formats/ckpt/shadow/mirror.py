@@ -20,11 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckpt.serving.address import NetworkAddress
 from ckpt.shadow import wire
 from ckpt.shadow.bases import bases_of
 from ckpt.shadow.connection import Connection
 from ckpt.shadow.log_server import MAX_LIST, MAX_LOG, list_hash
-from ckpt.shadow.wire import FrameKind, NetworkAddress
+from ckpt.shadow.wire import FrameKind
 from ckpt_formats.core.claims import MAX_INDEX
 from ckpt_formats.core.errors import (
     CkptError,

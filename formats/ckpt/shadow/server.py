@@ -7,10 +7,11 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from ckpt.serving.address import NetworkAddress
 from ckpt.shadow import described, wire
 from ckpt.shadow.listener import Listener
 from ckpt.shadow.shadow import Shadow
-from ckpt.shadow.wire import FrameKind, NetworkAddress
+from ckpt.shadow.wire import FrameKind
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.errors import CorruptError

@@ -20,22 +20,20 @@ XXH3-64 of the body.
 
 import hashlib
 import hmac
-import ipaddress
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
 from typing import BinaryIO
 
 import xxhash
 
+from ckpt.serving.address import NetworkAddress, parse_address
 from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,
     IncompleteError,
-    InvalidArgumentError,
     NotFoundError,
     UnsupportedError,
 )
@@ -55,8 +53,6 @@ _SLOWEST = 1 << 14
 """Bytes of a log a second that the other side must send, after its time to answer."""
 NONCE = 32
 """Bytes of a nonce."""
-MIN_TOKEN = 16
-"""The minimum length of a token in bytes."""
 
 
 class FrameKind(IntEnum):
@@ -81,49 +77,9 @@ class PeerGone(IncompleteError):
     """The other side ended the connection, or was too slow."""
 
 
-@dataclass(frozen=True)
-class NetworkAddress:
-    """Where a shadow listens."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-    @property
-    def is_loopback(self) -> bool:
-        """Is it only reached from the same machine?"""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
-
-
 def parse_addresses(text: str) -> tuple[NetworkAddress, ...]:
-    """The addresses in `tcp://HOST:PORT`, or in several of these with commas between. Raises
-    `InvalidArgumentError`."""
+    """The addresses in `tcp://HOST:PORT`, or in several of these with commas between. Raises `InvalidArgumentError`."""
     return tuple(parse_address(one.strip()) for one in text.split(","))
-
-
-def parse_address(text: str) -> NetworkAddress:
-    """The address in `HOST:PORT`, `PORT` (of localhost) or `tcp://HOST:PORT`. Raises
-    `InvalidArgumentError`."""
-    host, colon, port = text.removeprefix("tcp://").rstrip("/").rpartition(":")
-    host = host.removeprefix("[").removesuffix("]") if colon else "localhost"
-    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16 and host and len(host) < 256):
-        raise InvalidArgumentError(f"{text!r:.80} is not an address", hint="Write HOST:PORT, such as localhost:7077.")
-    return NetworkAddress(host, int(port))
-
-
-def check_token(token: bytes) -> bytes:
-    """The token. Raises `InvalidArgumentError` if it is too short to be secret."""
-    if len(token) < MIN_TOKEN:
-        raise InvalidArgumentError(f"the token has {len(token)} bytes; it must have {MIN_TOKEN} or more")
-    return token
 
 
 def proof(token: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:

@@ -20,7 +20,7 @@ from ckpt_formats.stores.repetition import Repetition
 _ABSENT = (404, 410)
 _SAME_TAG_SECONDS = 2.0
 """Seconds in which a server may give one e_tag to two versions of an object: many make it of a time in seconds."""
-_MAX_SKIPPED = 64 << 20
+MAX_SKIPPED = 64 << 20
 """Bytes that are read and dropped of an object whose server answers the whole of it in place of a range."""
 
 
@@ -58,7 +58,7 @@ class HttpPlace(ReadPlace):
     def read_range(self, key: str, offset: int, nbytes: int) -> memoryview:
         if not nbytes:
             return memoryview(b"")
-        answer = self.request(key, {"Range": f"bytes={offset}-{offset + nbytes - 1}"}, nbytes + _MAX_SKIPPED)
+        answer = self.request(key, {"Range": f"bytes={offset}-{offset + nbytes - 1}"}, nbytes + MAX_SKIPPED)
         if answer.status in _ABSENT:
             raise absent(self.where(key))
         return range_of(answer, offset, nbytes, self.where(key))
@@ -90,8 +90,6 @@ class HttpPlace(ReadPlace):
     ) -> Answer:
         """The answer to a request, as `HttpClient.get`; `query` follows a question mark."""
         path = f"{urlsplit(self.url).path}/{quote(key)}{'?' if query else ''}{query}"
-        if not key:
-            path = path.replace("/?", "?").rstrip("/") or "/"
         return self.client.get(path, headers, max_nbytes, method=method, seconds=seconds, sink=sink)
 
     @cached_property
@@ -135,11 +133,11 @@ def version_of(answer: Answer) -> Version:
     The e_tag is left out if the object was replaced so recently that the server may give it to a later version too.
     """
     e_tag, changed, now = (answer.headers.get(name) for name in ("etag", "last-modified", "date"))
-    is_recent = bool(changed) and (_seconds(now) or 0.0) - (_seconds(changed) or 0.0) < _SAME_TAG_SECONDS
+    is_recent = bool(changed) and (seconds_of(now) or 0.0) - (seconds_of(changed) or 0.0) < _SAME_TAG_SECONDS
     return Version(None if is_recent else e_tag or None, xxhash.xxh3_128_hexdigest(answer.body))
 
 
-def _seconds(date: str | None) -> float | None:
+def seconds_of(date: str | None) -> float | None:
     """Seconds since 1970; None for a date that is none."""
     try:
         parsed: datetime | None = parsedate_to_datetime(date) if date else None

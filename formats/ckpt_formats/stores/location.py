@@ -22,7 +22,7 @@ _OF_AZURE = ("abfs", "abfss", "wasb", "wasbs")
 """`abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/KEY`, as Hadoop writes it."""
 _REPOSITORY_KINDS = {"datasets": "dataset", "spaces": "space"}
 _FORMS = "s3://BUCKET/KEY, gs://BUCKET/KEY, az://ACCOUNT/CONTAINER/KEY"
-_READ = f"{_FORMS}, hf://ORGANISATION/MODEL[@REVISION][/PATH]"
+_READ = f"{_FORMS}, hf://ORGANISATION/MODEL[@REVISION][/PATH], https://HOST/PATH"
 
 
 def is_url(text: str) -> bool:
@@ -45,6 +45,10 @@ def source_path(place: StrPath, anonymous: bool = False) -> Path:
     scheme = _scheme(place)
     if scheme is None:
         return Path(place)
+    if scheme in _WEB:
+        from ckpt_formats.stores.http_store import open_web
+
+        return open_web(place, anonymous)
     kind, parts = _parts(scheme, place)
     if kind == "hf":
         return _hub_path(place, parts, anonymous)
