@@ -64,7 +64,7 @@ NO_CREDENTIALS = Credentials()
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """The answer of a server."""
 
     status: int
@@ -112,7 +112,7 @@ class HttpClient:
         method: str = "GET",
         seconds: float = 0.0,
         sink: Sink | None = None,
-    ) -> Answer:
+    ) -> HttpAnswer:
         """The answer to a request, which is repeated if the line fails or the server says that it may succeed later.
 
         `path`: with its leading slash, quoted. `max_nbytes`: of a body; one that has more raises `UnsafeError`.
@@ -120,7 +120,7 @@ class HttpClient:
         kept; then nothing is repeated. Raises `StoreError` in the end, or if the server refuses.
         """
 
-        def request() -> Answer:
+        def request() -> HttpAnswer:
             return self._redirected(method, path, headers, max_nbytes, seconds, sink)
 
         where = f"{self.origin}{path.partition('?')[0]}"
@@ -144,7 +144,7 @@ class HttpClient:
 
     def _redirected(
         self, method: str, path: str, headers: Mapping[str, str], max_nbytes: int, seconds: float, sink: Sink | None
-    ) -> Answer:
+    ) -> HttpAnswer:
         """The answer to a request, here or where a server sends it. Another server gets no token."""
         client, where = self, f"{self.origin}{path}"
         for _ in range(_MAX_REDIRECTS):
@@ -165,7 +165,7 @@ class HttpClient:
 
     def _once(
         self, method: str, path: str, headers: Mapping[str, str], max_nbytes: int, seconds: float, sink: Sink | None
-    ) -> Answer:
+    ) -> HttpAnswer:
         silence = self._repeated.policy.silence
         while True:
             connection, is_used = self._connection()
@@ -242,7 +242,7 @@ class HttpClient:
         with self._lock:
             self._idle.append((connection, time.monotonic()))
 
-    def _answer(self, response: HTTPResponse, max_nbytes: int, sink: Sink | None, where: str) -> Answer:
+    def _answer(self, response: HTTPResponse, max_nbytes: int, sink: Sink | None, where: str) -> HttpAnswer:
         """The whole of an answer. Raises `UnsafeError` if it is longer than `max_nbytes`."""
         headers = {name.lower(): value for name, value in response.getheaders()}
         if headers.get("content-encoding", "identity") != "identity":
@@ -270,7 +270,7 @@ class HttpClient:
                 body += part[:nbytes]
         if response.length:  # what was announced, and did not come
             raise Transient("the server ended the connection within an answer")
-        return Answer(response.status, headers, memoryview(body).toreadonly())
+        return HttpAnswer(response.status, headers, memoryview(body).toreadonly())
 
 
 def is_loopback(host: str) -> bool:
@@ -295,7 +295,7 @@ def _context(certificate: Path | None) -> ssl.SSLContext:
     return context
 
 
-def _check(answer: Answer, where: str) -> None:
+def _check(answer: HttpAnswer, where: str) -> None:
     """Raise `Transient` or `StoreError` for an answer that is neither a success, an absence nor on a condition."""
     status = answer.status
     if status in (401, 403):

@@ -14,7 +14,7 @@ from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import InvalidArgumentError, NotFoundError, UnsupportedError
 from ckpt_formats.core.place import ReadPlace, Version, absent, ends_early
 from ckpt_formats.core.text import printable
-from ckpt_formats.stores.http_client import Answer, Credentials, HttpClient, Sink
+from ckpt_formats.stores.http_client import Credentials, HttpAnswer, HttpClient, Sink
 from ckpt_formats.stores.repetition import Repetition
 
 _ABSENT = (404, 410)
@@ -87,7 +87,7 @@ class HttpPlace(ReadPlace):
         query: str = "",
         seconds: float = 0.0,
         sink: Sink | None = None,
-    ) -> Answer:
+    ) -> HttpAnswer:
         """The answer to a request, as `HttpClient.get`; `query` follows a question mark."""
         path = f"{urlsplit(self.url).path}/{quote(key)}{'?' if query else ''}{query}"
         return self.client.get(path, headers, max_nbytes, method=method, seconds=seconds, sink=sink)
@@ -127,7 +127,7 @@ def split_url(text: str) -> tuple[str, str]:
     return f"{parts.scheme.lower()}://{name}{'' if port is None else f':{port}'}", "/".join(path)
 
 
-def version_of(answer: Answer) -> Version:
+def version_of(answer: HttpAnswer) -> Version:
     """The version of an object that was read whole: by the server's e_tag, and by its bytes.
 
     The e_tag is left out if the object was replaced so recently that the server may give it to a later version too.
@@ -146,7 +146,7 @@ def seconds_of(date: str | None) -> float | None:
         return None
 
 
-def range_of(answer: Answer, offset: int, nbytes: int, where: str) -> memoryview:
+def range_of(answer: HttpAnswer, offset: int, nbytes: int, where: str) -> memoryview:
     """The requested range of an object, also from an answer with the whole of it: (nbytes,) uint8.
 
     Raises `CorruptError` if the object has fewer bytes, `UnsupportedError` if another range is answered.
@@ -166,7 +166,7 @@ def range_of(answer: Answer, offset: int, nbytes: int, where: str) -> memoryview
     return body
 
 
-def total_of(answer: Answer) -> int | None:
+def total_of(answer: HttpAnswer) -> int | None:
     """The bytes of the object, by the header `Content-Range`; None if that does not say."""
     total = answer.headers.get("content-range", "").rpartition("/")[2]
     return int(total) if total.isascii() and total.isdigit() and len(total) < 20 else None

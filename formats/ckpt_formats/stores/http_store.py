@@ -12,7 +12,7 @@ from urllib.parse import quote
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
 from ckpt_formats.core.store_path import StoreError, StorePath
 from ckpt_formats.core.values import is_natural
-from ckpt_formats.stores.http_client import NO_CREDENTIALS, Answer
+from ckpt_formats.stores.http_client import NO_CREDENTIALS, HttpAnswer
 from ckpt_formats.stores.http_place import MAX_SKIPPED, HttpPlace, range_of, seconds_of, split_url, total_of
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
 
@@ -73,7 +73,7 @@ class HttpStore(ListedStore):
         return objects, sorted({one[len(start) :].partition("/")[0] for one in inside if one not in objects})
 
 
-def _fits(answer: Answer, known: StoredObject) -> bool:
+def _fits(answer: HttpAnswer, known: StoredObject) -> bool:
     """Whether an answer may be of the object that is known. Some servers ignore conditions."""
     tag, modified = answer.headers.get("etag"), seconds_of(answer.headers.get("last-modified"))
     if (tag and known.e_tag and tag != known.e_tag) or (modified and known.modified and modified != known.modified):
@@ -113,7 +113,7 @@ def _listed(server: HttpPlace, root: str) -> dict[str, StoredObject] | None:
     return {f"{root}/{name}" if root else name: one for name, one in files.items()}
 
 
-def listing_of(answer: Answer, where: str) -> tuple[str, dict[str, StoredObject]]:
+def listing_of(answer: HttpAnswer, where: str) -> tuple[str, dict[str, StoredObject]]:
     """The e_tag of chain.json, and the files below a folder, from a list of `ckpt serve`.
 
     Raises `CorruptError` if it cannot be read, `UnsafeError` for a name that leaves the folder.
