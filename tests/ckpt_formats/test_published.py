@@ -7,6 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import xxhash
 
 from ckpt.chains.chain import Chain
 from ckpt.chains.compact import Retention
@@ -23,7 +24,10 @@ from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.published.records import HEAD, Head, StepName, StepRecord
 from ckpt_formats.universal.published.route import find_route
 from ckpt_formats.universal.published.state import read_head
+from damage import SAMPLES
+from page_codecs import decode_delta
 from published import PublishedRun, Weights
+from published_reader import PublishedReader
 
 CONFIG = {"model_type": "unknown", "hidden_size": 8}
 STEPS = range(10, 20)
@@ -70,6 +74,30 @@ def assert_equal(path: Path, weights: Weights) -> None:
 @pytest.mark.parametrize("step", STEPS)
 def test_published_steps_are_read_bit_for_bit(run: PublishedRun, step: int) -> None:
     assert_equal(Path(f"{run.run}@{step}"), weights_at(step))
+
+
+def test_reader_of_the_page_has_the_same_bits(run: PublishedRun) -> None:
+    reader = PublishedReader(run.run, decode_delta)
+    ways = [reader.last(), reader.last(with_folds=True)]
+    assert [len(way) for way in ways] == [8, 5]
+    for way in ways:
+        expected = {name: values.tobytes() for name, values in weights_at(19).items()}
+        assert reader.tensors(way) == expected
+
+
+def test_golden_published_chain_has_every_bit_by_this_program_and_by_the_page() -> None:
+    expected = json.loads((SAMPLES / "published-1.expected.json").read_text())
+    run = SAMPLES / "published-1.chain"
+    assert list(map(str, Chain(run))) == list(expected)
+    for step, hashes in expected.items():
+        opened = open_checkpoint(Path(f"{run}@{step}"))
+        assert hashes == {name: xxhash.xxh3_128_hexdigest(read(one.weight).tobytes()) for name, one in opened.items()}
+    reader = PublishedReader(run, decode_delta)
+    assert (reader.head["epoch"], reader.head["step"]) == (2, 6)
+    for name, data in reader.tensors(reader.last()).items():
+        assert xxhash.xxh3_128_hexdigest(data) == expected["6"][name]
+    for name, data in reader.tensors(reader.way_to(1, 4, None)).items():
+        assert xxhash.xxh3_128_hexdigest(data) == expected["4"][name]
 
 
 def test_published_chain_opens_at_the_last_step(run: PublishedRun) -> None:
