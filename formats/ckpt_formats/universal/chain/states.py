@@ -11,7 +11,7 @@ from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.gradients.segment import Segment, open_segment
 from ckpt_formats.universal.gradients.state import Base, checkpoint_at
 from ckpt_formats.universal.published.records import Head
-from ckpt_formats.universal.published.state import open_step, published_steps, read_head
+from ckpt_formats.universal.published.state import find_step, open_step, published_steps, read_head
 
 
 def last_step(run: Path, chain: ChainIndex) -> int:
@@ -66,7 +66,7 @@ def open_state(run: Path, chain: ChainIndex, step: int) -> Checkpoint:
     """The state at a step. Raises `NotFoundError`, and its hint names the steps of the chain."""
     if chain.is_published:
         head = _head(run)
-        name = published_steps(run, head).get(step)
+        name = find_step(run, head, step)
         if name is None:
             raise _no_step(run, chain, step)
         return identified(lambda: open_step(run, head, name))

@@ -52,10 +52,22 @@ def read_head(run: Path) -> Head | None:
 
 
 def published_steps(run: Path, head: Head) -> dict[int, StepName]:
-    """All steps that are published, by number: of several epochs with the same step, the last epoch."""
+    """All steps that are published, by number: of several epochs with the same step, the last epoch.
+
+    A web server that lists no folders shows the last step only.
+    """
     names = (parse_name(name.removesuffix(".json")) for name in names_in(run / FOLDER / "steps"))
-    there = sorted(name for name in names if name is not None and name <= head.record.name)
-    return {name.step: name for name in there}
+    there = {name for name in names if name is not None and name <= head.record.name}
+    return {name.step: name for name in sorted(there | {head.record.name})}
+
+
+def find_step(run: Path, head: Head, step: int) -> StepName | None:
+    """A published step by its number: of several epochs with it, the last epoch; None if there is none."""
+    last = head.record.name
+    name = StepName(last.epoch, step)
+    if name == last or (name < last and (run / name.key).is_file()):  # without a listing
+        return name
+    return published_steps(run, head).get(step)
 
 
 def read_record_at(run: Path, name: StepName) -> tuple[StepRecord, bytes]:
