@@ -19,6 +19,7 @@ from ckpt_formats.universal.chain import file as index
 from damage import ckpt
 from held import contents
 from killing import interrupted, killed, points, spread
+from small_disk import mounted, remount
 from training import chained
 
 CKPT = [sys.executable, "-m", "ckpt_cli"]
@@ -49,19 +50,8 @@ def run(whole: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
-    if os.getuid() != 0 or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("only root may mount a file system")
-    try:
+    with mounted(tmp_path / "disk", "64m") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-def remount(disk: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", str(disk)], check=True)
 
 
 def fill(disk: Path, room: int) -> None:

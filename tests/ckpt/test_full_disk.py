@@ -18,6 +18,7 @@ from ckpt_formats.containers.torchfile import write_file
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from damage import SAMPLES, ckpt
+from small_disk import mounted, remount
 
 CKPT = [sys.executable, "-m", "ckpt_cli"]
 ZERO1 = next(SAMPLES.glob("deepspeed-*-zero1-bf16-dp2"))
@@ -45,15 +46,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if os.getuid() != 0 or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("only root may mount a small file system")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
+    with mounted(tmp_path / "disk", "4m") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -70,7 +64,7 @@ def test_a_full_disk_is_said_and_leaves_no_target(form: str, source: Path, small
     assert "Run the same command again" in done.err
     assert "Traceback" not in done.err
     assert os.listdir(small_disk) == [".out.ckpt-partial"]
-    subprocess.run(["mount", "-o", "remount,size=32m", str(small_disk)], check=True)
+    remount(small_disk, "size=32m")
     done = ckpt("convert", source, target, *to, "--json")
     assert done.code == 0, done.err
     assert content(target) == content(tmp_path / "good")
@@ -79,7 +73,7 @@ def test_a_full_disk_is_said_and_leaves_no_target(form: str, source: Path, small
 
 
 def test_a_disk_without_room_for_the_first_folder_is_full_too(source: Path, small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,nr_inodes=2", str(small_disk)], check=True)
+    remount(small_disk, "nr_inodes=2")
     (small_disk / "last").touch()
     done = ckpt("convert", source, small_disk / "out")
     assert done.code == 28
@@ -88,7 +82,7 @@ def test_a_disk_without_room_for_the_first_folder_is_full_too(source: Path, smal
 
 
 def test_a_disk_that_is_read_only_is_said(source: Path, small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    remount(small_disk, "ro")
     done = ckpt("convert", source, small_disk / "out")
     assert done.code == 30
     assert str(small_disk) in done.err

@@ -37,6 +37,7 @@ from ckpt_formats.engines.torch_save import Torch
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
 from held import checkpoint, contents, everything, flip, lay, parameter
+from small_disk import mounted, remount
 
 EFFORT = Execution(2, 1 << 20)
 SMALL_PACKS = 4000
@@ -341,18 +342,8 @@ def test_a_file_that_may_not_grow_is_an_output_error_and_the_next_run_goes_on(tm
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB, where we may mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = (
-        shutil.which("mount")
-        and not subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False
-        ).returncode
-    )
-    if not mounted:
-        pytest.skip("may not mount a file system here")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+    with mounted(tmp_path / "disk", "1m") as disk:
+        yield disk
 
 
 def test_a_full_disk_is_said_and_the_next_run_goes_on(small_disk: Path) -> None:
@@ -370,7 +361,7 @@ def test_a_full_disk_is_said_and_the_next_run_goes_on(small_disk: Path) -> None:
 
 
 def test_a_read_only_file_system_is_an_output_error(small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    remount(small_disk, "ro")
     with pytest.raises(OutputError):
         save(many(), small_disk / "target", Universal(pack_nbytes=SMALL_PACKS), resources=EFFORT)
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import threading
 import time
 import warnings
@@ -27,6 +26,7 @@ from ckpt_training.writing import link
 from ckpt_training.writing.trainer_messages import MessagesEnd, TrainerMessages
 from damage import ckpt
 from killing import killed, points
+from small_disk import mounted
 
 WIDTH = 96
 SECONDS = 30
@@ -97,15 +97,8 @@ def recorded(run: Run, chain: Path, **options: Any) -> Recorder:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
-    if os.getuid() != 0 or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("only root may mount a small file system")
-    try:
+    with mounted(tmp_path / "disk", "2m") as disk:
         yield disk
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def test_on_a_full_disk_training_goes_on_and_recording_begins_anew(run: Run, small_disk: Path) -> None:
