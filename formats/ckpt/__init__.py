@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckpt.copying.follow import follow_copy, update_copy
     from ckpt.copying.sealing import seal
     from ckpt.findings import verify
+    from ckpt.following.follower import Follower
     from ckpt.job import Job, save
     from ckpt.opening import open
     from ckpt.pipeline import Resources
@@ -65,6 +66,7 @@ _NAMES = {
     ),
     "ckpt.copying.sealing": ("seal",),
     "ckpt.findings": ("verify",),
+    "ckpt.following.follower": ("Follower",),
     "ckpt.job": (
         "Job",
         "save",
@@ -115,6 +117,7 @@ __all__ = [
     "DeltaPolicy",
     "Evaluation",
     "Flax",
+    "Follower",
     "HuggingFace",
     "InvalidArgumentError",
     "Job",

@@ -8,6 +8,8 @@ from ckpt.copying.follow import CopyUpdate
 from ckpt.copying.sealing import Sealed
 from ckpt.copying.selection import ChosenFile
 from ckpt.findings.report import Finding, Report
+from ckpt.following.changes import TensorChange
+from ckpt.following.follower import FollowedStep
 from ckpt.job import Progress
 from ckpt.pipeline import Result
 from ckpt.pipeline.cluster.distribute import ClusterStatus
@@ -47,6 +49,7 @@ __all__ = [
     "FilePlan",
     "Finding",
     "FlatIndexer",
+    "FollowedStep",
     "Group",
     "Histogram",
     "Identity",
@@ -72,6 +75,7 @@ __all__ = [
     "StatePart",
     "StoreReads",
     "Tensor",
+    "TensorChange",
     "TensorDiff",
     "Tip",
     "Trial",

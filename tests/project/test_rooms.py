@@ -16,7 +16,8 @@ LIMITS = {
     # runs the pipeline on files, not on tensors, and changes chains
     # `partial` mixes two states, for chains and for whoever lost blocks; `reading` writes nothing
     # `serving` sends the files of chains; where and to whom, shadows decide alike
-    "ckpt": (17, 19),
+    # `publishing` and `following` write and read published chains: the one needs nothing of the other
+    "ckpt": (19, 25),
     "ckpt_formats": (8, 17),  # `stores` reads what lies in buckets: paths and files of `core`
     "ckpt_codecs": (13, 48),
 }

@@ -111,7 +111,7 @@ class PublishedModel:
             )
         files = check.mapping(fields, "files")
         for name in files:
-            check.true(_is_file_name(name), f"files: {name!r:.100} is not the name of a file")
+            check.true(is_file_name(name), f"files: {name!r:.100} is not the name of a file")
         rows = check.sequence(fields, "tensors")
         check.true(len(rows) <= MAX_EXPECTED_NAMES, "tensors: their number")
         tensors = tuple(_tensor_of_json(row, check) for row in rows)
@@ -138,7 +138,8 @@ def _piece_to_json(piece: TensorPiece) -> list[Any]:
     return row if place.size == place.block.size else [*row, place.first, place.size]
 
 
-def _is_file_name(name: str) -> bool:
+def is_file_name(name: str) -> bool:
+    """Whether a model may have a file of this name."""
     printable = name.isprintable() and len(name.encode("utf-8", "replace")) <= MAX_FILE_NAME
     return printable and not name.startswith(".") and "/" not in name and "\\" not in name and bool(name)
 

@@ -4,6 +4,7 @@ import hmac
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,7 @@ class StepRecord:
             _ref_of_json(fields.get("continues"), check),
             _ref_of_json(fields.get("same_as"), check),
         )
+        check.true(_is_time(record.time), "time: not a time in ISO 8601 with its zone")
         parent, same = record.parent, record.same_as
         if parent is not None:
             check.true(parent.name.epoch == name.epoch and parent.name.step < name.step, "parent: not an earlier step")
@@ -331,6 +333,13 @@ def _share_of_json(row: Any, check: FieldReader) -> RankShare:
     check.true(isinstance(row, Mapping), "ranks: not an object")
     check.true(_matches(_HASH, check.get(row, "state")), "ranks: a state's hash")
     return RankShare(ObjectRef.from_json(check.get(row, "object"), check), row["state"])
+
+
+def _is_time(text: str) -> bool:
+    try:
+        return datetime.fromisoformat(text).tzinfo is not None
+    except ValueError:
+        return False
 
 
 def _matches(pattern: re.Pattern[str], value: Any) -> bool:

@@ -1,0 +1,238 @@
+"""Read a published chain: its head, records, models and objects. All may be late, damaged or hostile."""
+
+import mmap
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from ckpt_formats.core.arguments import StrPath
+from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
+from ckpt_formats.core.files import write_all
+from ckpt_formats.core.place import ReadPlace, Version
+from ckpt_formats.stores.location import read_place
+from ckpt_formats.universal.published.model import MAX_FILE, MAX_MODEL, PublishedModel
+from ckpt_formats.universal.published.records import (
+    HEAD,
+    MAX_HEAD,
+    MAX_RECORD,
+    Head,
+    ObjectRef,
+    RecordRef,
+    StepName,
+    StepRecord,
+)
+from ckpt_formats.universal.published.route import Route, find_route, read_record, ref_of
+
+T = TypeVar("T")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+"""Seconds until something that is missing or damaged is read again: twice as long each time."""
+_READS_OF_DAMAGE = 3
+_BLOCK = 8 << 20
+MAX_IN_MEMORY = 64 << 20
+"""Bytes of an object that is read into memory; a larger one is put into a file first."""
+_MAX_RECORDS = 64
+"""Records in memory: each is read once."""
+
+
+class FollowingStopped(Exception):
+    """The caller has set the event that ends the work."""
+
+
+class MissingObjectError(IncompleteError):
+    """An object that a record names does not exist, or does not exist yet."""
+
+    def __init__(self, record: StepRecord, where: str) -> None:
+        super().__init__(
+            f"an object of step {record.name.step} is missing",
+            where=where,
+            hint="If the chain is a copy, copy it again. Old steps are removed from a chain: follow its last one.",
+        )
+        self.record = record
+
+
+class PublishedSource:
+    """What a published chain has, read and verified. Threads may share it."""
+
+    def __init__(
+        self,
+        chain: StrPath,
+        signing_key: bytes | None = None,
+        patience: float = 5.0,
+        stop: threading.Event | None = None,
+        scratch: Path | None = None,
+    ) -> None:
+        """Read from a path or a URL; no request is made yet.
+
+        `patience`: seconds for which a missing object is read again. `stop`: once it is set, every read raises
+        `FollowingStopped`. `scratch`: the folder for objects that are too large for memory.
+        """
+        self.place: ReadPlace = read_place(chain)
+        self.where = Path(self.place.where())
+        self.signing_key = signing_key
+        self.patience = patience
+        self.stop = threading.Event() if stop is None else stop
+        self.scratch = scratch
+        self._head: tuple[Head, Version] | None = None
+        self._records: dict[str, bytes] = {}
+        self._model: tuple[ObjectRef, PublishedModel] | None = None
+
+    def head(self, seconds: float = 0.0) -> Head | None:
+        """The head as it is now; None if nothing has been published yet.
+
+        `seconds`: how long to wait for another head than the last one, where the place can wait. Raises `CorruptError`.
+        """
+
+        def read() -> Head | None:
+            before = None if self._head is None else self._head[1]
+            if before is None:
+                there = self.place.read(HEAD, MAX_HEAD)
+            else:
+                try:
+                    there = self.place.read_if_changed(HEAD, before, MAX_HEAD, seconds)
+                except NotFoundError:
+                    there = None
+                if there is None:
+                    return self._head[0] if self._head is not None else None
+            if there is None:
+                return None
+            head = Head.from_bytes(there[0], self.where / HEAD, self.signing_key)
+            self._head = head, there[1]
+            return head
+
+        return self._repeated(read)
+
+    def ref(self, head: Head, step: int | None = None) -> RecordRef:
+        """The last step as records name it, or the step `step` of the same epoch.
+
+        Raises `NotFoundError` if the chain does not have the step.
+        """
+        if step is None or step == head.record.name.step:
+            return head.record
+        name = StepName(head.record.name.epoch, step)
+        data = self._read_record(name.key) if step < head.record.name.step else None
+        if data is None:
+            raise NotFoundError(
+                f"step {step} of epoch {name.epoch} is not published, or not any more",
+                where=self.where,
+                hint=f"The last step is {head.record.name.step}.",
+            )
+        return ref_of(name, data)
+
+    def record(self, ref: RecordRef) -> StepRecord:
+        """The record of a step. Raises `CorruptError`."""
+        return self._repeated(lambda: read_record(ref, self._read_record, self.where, self.signing_key))
+
+    def along_route(self, head: Head, current: RecordRef | None, target: RecordRef, use: Callable[[Route], T]) -> T:
+        """The result of `use` for a route from the state `current` to `target`.
+
+        If an object or a record is missing, other routes are tried: without the fold, then from a base. Raises what
+        `use` raised for the last one, or `IncompleteError`.
+        """
+        missing, failure = set[str](), None
+
+        def read(key: str) -> bytes | None:
+            return None if key in missing else self._read_record(key)
+
+        for begin in dict.fromkeys((current, None)):
+            while True:
+                try:
+                    route = self._repeated(partial(find_route, head, begin, read, self.where, target, self.signing_key))
+                except (CorruptError, IncompleteError) as error:
+                    failure = failure or error
+                    break
+                try:
+                    return use(route)
+                except MissingObjectError as error:
+                    failure = error
+                    if error.record.same_as is None:
+                        break
+                    missing.add(error.record.key)
+        assert failure is not None
+        raise failure
+
+    def model(self, record: StepRecord) -> PublishedModel:
+        """The model of a step. Raises `CorruptError`, `MissingObjectError`, `UnsupportedError`."""
+        if self._model is None or self._model[0] != record.model:
+            data = self._small(record, record.model, MAX_MODEL)
+            model = PublishedModel.from_bytes(data, self.where / record.model.key)
+            if self.signing_key is not None and any(ref.sha256 is None for ref in model.files.values()):
+                raise CorruptError("a file of the model is not signed", where=self.where / record.model.key)
+            self._model = record.model, model
+        model = self._model[1]
+        if len(model.pieces) != len(record.shares):
+            raise CorruptError("the record has another number of ranks than its model", where=self.where / record.key)
+        return model
+
+    def files(self, record: StepRecord) -> dict[str, bytes]:
+        """The files that a folder of the model has beside its weights, by name. Raises as `model`."""
+        return {name: self._small(record, ref, MAX_FILE) for name, ref in self.model(record).files.items()}
+
+    def fetch(self, record: StepRecord, ref: ObjectRef, most: int) -> memoryview:
+        """An object of a step, compared with its hash: (nbytes,) uint8, in memory or mapped from a temporary file.
+
+        Raises `UnsafeError` if it has more than `most` bytes, `MissingObjectError`, `CorruptError`.
+        """
+        where = self.place.where(ref.key)
+        if ref.nbytes > most:
+            raise UnsafeError(f"has {ref.nbytes:,} bytes, more than it can need ({most:,})", where=where)
+
+        def read() -> memoryview:
+            data = self._spool(ref) if ref.nbytes > MAX_IN_MEMORY else self.place.read_range(ref.key, 0, ref.nbytes)
+            ref.check(data, where)
+            return data
+
+        return self._repeated(read, lambda: MissingObjectError(record, where))
+
+    def check_stop(self) -> None:
+        """Raise `FollowingStopped` if the work is to end."""
+        if self.stop.is_set():
+            raise FollowingStopped
+
+    def _small(self, record: StepRecord, ref: ObjectRef, most: int) -> bytes:
+        return bytes(self.fetch(record, ref, most))
+
+    def _spool(self, ref: ObjectRef) -> memoryview:
+        """The bytes of an object, mapped from a file without a name."""
+        with tempfile.TemporaryFile(dir=self.scratch, buffering=0) as file:
+            for at in range(0, ref.nbytes, _BLOCK):
+                self.check_stop()
+                write_all(file, self.place.read_range(ref.key, at, min(_BLOCK, ref.nbytes - at)))
+            return memoryview(mmap.mmap(file.fileno(), ref.nbytes, prot=mmap.PROT_READ))
+
+    def _read_record(self, key: str) -> bytes | None:
+        data = self._records.get(key)
+        if data is None:
+            self.check_stop()
+            there = self.place.read(key, MAX_RECORD)
+            if there is None:
+                return None
+            data = there[0]
+            while len(self._records) >= _MAX_RECORDS:
+                self._records.pop(next(iter(self._records)))
+            self._records[key] = data
+        return data
+
+    def _repeated(self, read: Callable[[], T], missing: Callable[[], IncompleteError] | None = None) -> T:
+        """What `read` returns; after a failure, it is called again. `missing`: the error if the object stays absent."""
+        end, pause, damaged = time.monotonic() + self.patience, _FIRST_PAUSE, 0
+        while True:
+            self.check_stop()
+            try:
+                return read()
+            except (CorruptError, IncompleteError):
+                damaged += 1
+                self._records.clear()
+                if damaged >= _READS_OF_DAMAGE:
+                    raise
+            except FileNotFoundError:
+                if missing is None:
+                    raise
+                if time.monotonic() >= end:
+                    raise missing() from None
+            self.stop.wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)

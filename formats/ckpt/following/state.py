@@ -1,0 +1,89 @@
+"""A state in memory: each tensor whole, in C order, and where the chunks of the published pieces lie in it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from ckpt_formats.core.geometry import Box, flat_boxes, flat_ends
+from ckpt_formats.core.tensor import Array
+from ckpt_formats.universal.published.model import PublishedModel, TensorPiece
+
+State = Sequence[Array] | Mapping[int, Array]
+"""The values of each tensor of a model by its number: (elements,) in its dtype, contiguous."""
+
+
+@dataclass(frozen=True)
+class StateChunk:
+    """A chunk of a rank's state: a range of the elements of a piece, in C order."""
+
+    number: int
+    """Within the rank's object."""
+    piece: TensorPiece
+    start: int
+    stop: int
+
+    @property
+    def tensor(self) -> int:
+        """The number of its tensor in the model."""
+        return self.piece.tensor
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.stop - self.start
+
+    @cached_property
+    def first(self) -> int | None:
+        """Where it begins in its tensor, if its elements follow each other there; else None."""
+        place = self.piece.place
+        first, end = flat_ends(place.block, place.shape)
+        return first + place.first + self.start if end - first == place.block.size else None
+
+    def values(self, state: State) -> Array:
+        """Its values in a state: (size,), where they lie if they follow each other there, else copied."""
+        whole = state[self.tensor]
+        if self.first is not None:
+            return whole[self.first : self.first + self.size]
+        shaped = whole.reshape(self.piece.place.shape)
+        return np.concatenate([shaped[box.index].reshape(-1) for box in self._boxes()])
+
+    def put(self, state: State, values: Array) -> None:
+        """Write its values, (size,) in the tensor's dtype, into a state."""
+        if self.first is not None:
+            state[self.tensor][self.first : self.first + self.size] = values
+            return
+        shaped, at = state[self.tensor].reshape(self.piece.place.shape), 0
+        for box in self._boxes():
+            shaped[box.index] = values[at : at + box.size].reshape(box.shape)
+            at += box.size
+
+    def flat_indices(self, within: Array) -> Array:
+        """Positions in the chunk, (n,) of integers, as positions in the whole tensor: (n,) int64."""
+        if self.first is not None:
+            return within.astype(np.int64) + self.first
+        place = self.piece.place
+        axes = np.unravel_index(within.astype(np.int64) + (place.first + self.start), place.block.shape)
+        shifted = tuple(axis + low for axis, low in zip(axes, place.block.start, strict=True))
+        return np.ravel_multi_index(shifted, place.shape).astype(np.int64)
+
+    def _boxes(self) -> Iterator[Box]:
+        place = self.piece.place
+        for box in flat_boxes(place.block.shape, place.first + self.start, place.first + self.stop):
+            yield box.shift(place.block.start)
+
+
+def chunks_of(model: PublishedModel, rank: int) -> Iterator[StateChunk]:
+    """The chunks of a rank's object, in their order."""
+    number = 0
+    for piece in model.pieces[rank]:
+        for chunk in range(piece.chunking.count):
+            yield StateChunk(number, piece, *piece.chunking.range(chunk))
+            number += 1
+
+
+def new_state(model: PublishedModel) -> list[Array]:
+    """Memory for a state of a model."""
+    return [np.empty(prod(tensor.shape), tensor.dtype) for tensor in model.tensors]
