@@ -6,11 +6,12 @@ the chain, and the head is replaced only if it is the one that this process has 
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 
 from ckpt.pipeline.lease import Right, hold
 from ckpt_formats.core.claims import MAX_LIST
@@ -43,7 +44,7 @@ from ckpt_formats.universal.published.records import (
     StepRecord,
     parse_name,
 )
-from ckpt_formats.universal.published.route import read_record, ref_of
+from ckpt_formats.universal.published.route import ReadRecord, Route, find_route, read_record, ref_of
 
 _LEASE = f"{FOLDER}/lease"
 _PUBLISHING = "publishing into this chain"
@@ -76,12 +77,18 @@ class Publication:
     """A published chain that this process alone extends. Only one thread may call the methods of an instance."""
 
     def __init__(
-        self, run: Path, place: Place, right: Right, model: PublishedModel, signing_key: bytes | None = None
+        self,
+        run: Path,
+        place: Place,
+        right: Right,
+        model: PublishedModel,
+        signing_key: bytes | None = None,
+        files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """See `open_publication`."""
         self.run, self.place, self.model = run, place, model
         self._right, self._key = right, signing_key
-        self._model_bytes = model.to_bytes()
+        self._files, self._model_bytes = files, model.to_bytes()
         self.model_ref = ObjectRef.of(self._model_bytes, signing_key is not None)
         self.head: Head | None = None
         """The head that this process has read or put last; None if nothing is published yet."""
@@ -94,6 +101,8 @@ class Publication:
         self._version: Version | None = None
         self._start: RunStart | None = None
         self._epochs = 0
+        self._records: dict[str, StepRecord] = {}
+        self._files_of_models: dict[ObjectRef, set[str]] = {}
         self._is_model_stored = False
         self._is_lost = False
         self._uncertain: tuple[Head, StepRecord] | None = None
@@ -144,15 +153,29 @@ class Publication:
 
     def needs_base(self) -> bool:
         """Whether the next step should be a base: no other can be published, or the deltas have become too large."""
-        return self.parent is None or self.head is None or 2 * self.head.delta_nbytes > self.head.base_nbytes
+        return self.parent is None or self.head is None or is_base_due(self.head)
 
-    def commit(self, step: int, parent: RecordRef | None, shares: Sequence[RankShare]) -> RecordRef:
+    def route(self) -> Route:
+        """The records from a base to the last published step. Raises `CorruptError`."""
+        if self.head is None:
+            raise InvalidArgumentError("no step is published yet")
+        return find_route(self.head, None, self._read, self.run, signing_key=self._key)
+
+    def commit(
+        self,
+        step: int,
+        parent: RecordRef | None,
+        shares: Sequence[RankShare],
+        delta: Sequence[RankShare] | None = None,
+    ) -> RecordRef:
         """Publish a step whose objects all ranks have stored.
 
         Args:
             step: Its number, after the last one of the epoch.
             parent: The step against which all objects are coded; None for a base.
             shares: What each rank has stored, by rank.
+            delta: Of a base, what each rank has stored of the same step against `self.parent`, if it has: so who has
+                that state need not fetch the base.
 
         Returns:
             The step as the head names it.
@@ -169,20 +192,25 @@ class Publication:
             raise InvalidArgumentError(f"step {step} of {len(shares)} ranks cannot follow {last}")
         if parent is not None and parent != self.parent:
             raise InvalidArgumentError(f"step {step} is coded against {parent.name}, which is not the last step")
+        if delta is not None and (parent is not None or self.parent is None or not _are_same(shares, delta)):
+            raise InvalidArgumentError(f"the delta of step {step} does not lead from the last step to the base")
         try:
             self._right.check()
-            self._check_objects(shares)
+            self._check_objects([*shares, *(delta or ())])
             self._store_model()
             time = datetime.now(UTC).isoformat(timespec="milliseconds")
             is_first = last is None or last.epoch != name.epoch
             continues = self._start.continues if self._start is not None and is_first else None
             record = StepRecord(name, parent, self.model_ref, tuple(shares), time, continues)
             data = record.to_bytes(self._key)
+            ref, folds = ref_of(name, data), tuple[tuple[int, int], ...]()
+            if delta is not None and self.parent is not None:
+                folds = self._with_fold(self.parent, record, ref, delta)
             try:
                 create(self.place, name.key, data)
             except FileExistsError:
                 raise self._locked() from None
-            self._put_head(_head_after(self.head, record, ref_of(name, data)), record)
+            self._put_head(_head_after(self.head, record, ref, folds), record)
         except OSError as error:
             if isinstance(error, CkptError):
                 raise
@@ -195,26 +223,50 @@ class Publication:
         head, record = self.head, self.record
         if head is None or record is None or parent.name.epoch != self.epoch or parent.name >= head.record.name:
             raise InvalidArgumentError(f"no fold begins at {parent.name}")
-        if [one.state for one in shares] != [one.state for one in record.shares]:
+        if not _are_same(shares, record.shares):
             raise InvalidArgumentError("the fold does not end at the state of the last step")
-        fold = replace(record, parent=parent, shares=tuple(shares), continues=None, same_as=head.record)
         try:
             self._right.check()
             self._check_objects(shares)
-            try:
-                create(self.place, fold.key, fold.to_bytes(self._key))
-            except FileExistsError:
-                return  # a killed process has put it: whether it is the right one is compared when it is read
-            pairs = sorted({*head.folds, (parent.name.step, record.name.step)}, key=lambda pair: (pair[1], pair[0]))
-            self._put_head(replace(head, folds=_most_useful(pairs)), record)
+            folds = self._with_fold(parent, record, head.record, shares)
+            self._put_head(replace(head, folds=folds), record)
         except OSError as error:
             if isinstance(error, CkptError):
                 raise
             raise unwritable(error, self.run) from error
 
+    def record_at(self, key: str) -> StepRecord:
+        """The record of a step or a fold. Raises `CorruptError`."""
+        if key not in self._records:
+            data = self._read(key)
+            if data is None:
+                raise CorruptError("the record is missing", where=self.run / key)
+            self._records[key] = StepRecord.from_bytes(data, self.run / key, self._key)
+        return self._records[key]
+
+    def objects_of(self, key: str) -> set[str]:
+        """The keys of all objects that a record needs: those of the ranks, the model and the model's files."""
+        record = self.record_at(key)
+        if record.model not in self._files_of_models:
+            files = _read_model(record.model, self._read, self.run).files.values()
+            self._files_of_models[record.model] = {one.key for one in files}
+        own = {one.object.key for one in record.shares}
+        return {record.model.key, *own, *self._files_of_models[record.model]}
+
     def confirm(self) -> None:
         """Raise `LockedError` unless this process still has the lease, as the place itself says."""
         self._right.confirm()
+
+    def _with_fold(
+        self, parent: RecordRef, record: StepRecord, ref: RecordRef, shares: Sequence[RankShare]
+    ) -> tuple[tuple[int, int], ...]:
+        """Create the record of a fold; the folds that the head then names."""
+        fold = replace(record, parent=parent, shares=tuple(shares), continues=None, same_as=ref)
+        with suppress(FileExistsError):  # a killed process has put it: readers compare it with the step's record
+            create(self.place, fold.key, fold.to_bytes(self._key))
+        before = () if self.head is None else self.head.folds
+        pairs = sorted({*before, (parent.name.step, record.name.step)}, key=lambda pair: (pair[1], pair[0]))
+        return _most_useful(pairs)
 
     def _put_head(self, head: Head, record: StepRecord) -> None:
         self._uncertain = head, record
@@ -241,6 +293,8 @@ class Publication:
 
     def _store_model(self) -> None:
         if not self._is_model_stored and (self.record is None or self.record.model != self.model_ref):
+            for name, data in self._files.items():
+                put_object(self.place, self.model.files[name], data)
             put_object(self.place, self.model_ref, self._model_bytes)
         self._is_model_stored = True
 
@@ -257,12 +311,7 @@ class Publication:
                 self.removed.discard(one.object.key)
 
     def _check_model(self, ref: ObjectRef) -> None:
-        path = self.run / ref.key
-        data = self._read(ref.key)
-        if data is None or len(data) > MAX_MODEL:
-            raise CorruptError("the model of the last step is missing", where=path)
-        ref.check(data, str(path))
-        if model_digest(PublishedModel.from_bytes(data, path)) != model_digest(self.model):
+        if model_digest(_read_model(ref, self._read, self.run)) != model_digest(self.model):
             raise UnsupportedError(
                 "this chain has another model: other names, shapes or dtypes",
                 where=self.run,
@@ -322,7 +371,11 @@ class Publication:
 
 @contextmanager
 def open_publication(
-    run: Path, model: PublishedModel, signing_key: bytes | None = None, locks: bool = True
+    run: Path,
+    model: PublishedModel,
+    signing_key: bytes | None = None,
+    locks: bool = True,
+    files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Iterator[Publication]:
     """Open a published chain to extend it, and create it if there is nothing at `run`.
 
@@ -331,6 +384,7 @@ def open_publication(
         model: What is published.
         signing_key: Signs the records and the head.
         locks: Refuse a file system that cannot lock, or a store that ignores conditions.
+        files: The content of the files of the model, by name.
 
     Raises:
         LockedError: Another process publishes into the chain.
@@ -342,13 +396,43 @@ def open_publication(
     try:
         _create_chain(run, place)
         with hold(place, _LEASE, run, locks, _PUBLISHING) as right:
-            publication = Publication(run, place, right, model, signing_key)
+            publication = Publication(run, place, right, model, signing_key, files)
             publication._load()
             yield publication
     except CkptError:
         raise
     except OSError as error:
         raise unwritable(error, run) from error
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """The last step of a published chain."""
+
+    head: Head
+    record: StepRecord
+    model: PublishedModel
+
+
+def last_step(run: Path, signing_key: bytes | None = None) -> LastStep | None:
+    """The last step of a published chain, without a lock; None if there is none. Raises `CorruptError`."""
+    place = place_at(run)
+
+    def read(key: str) -> bytes | None:
+        there = place.read(key)
+        return None if there is None else there[0]
+
+    data = read(HEAD)
+    if data is None:
+        return None
+    head = Head.from_bytes(data, run / HEAD, signing_key)
+    record = read_record(head.record, read, run, signing_key)
+    return LastStep(head, record, _read_model(record.model, read, run))
+
+
+def is_base_due(head: Head) -> bool:
+    """Whether the deltas since the base exceed half of it."""
+    return 2 * head.delta_nbytes > head.base_nbytes
 
 
 def put_object(place: Place, ref: ObjectRef, data: bytes) -> None:
@@ -370,6 +454,14 @@ def create(place: Place, key: str, data: bytes) -> Version:
     """Create an object of a chain, which stays when this returns. Raises `FileExistsError` if it exists."""
     below, _, name = key.rpartition("/")
     return place.within(below).replace(name, data, None)
+
+
+def _read_model(ref: ObjectRef, read: ReadRecord, run: Path) -> PublishedModel:
+    data = read(ref.key)
+    if data is None or len(data) > MAX_MODEL:
+        raise CorruptError("the model of the last step is missing", where=run / ref.key)
+    ref.check(data, str(run / ref.key))
+    return PublishedModel.from_bytes(data, run / ref.key)
 
 
 def _upload(place: Place, key: str, data: bytes) -> None:
@@ -426,10 +518,15 @@ def _make_folders(run: Path) -> None:
         flush(run)
 
 
-def _head_after(head: Head | None, record: StepRecord, ref: RecordRef) -> Head:
-    """The head that names a record that follows the last one."""
+def _are_same(shares: Sequence[RankShare], others: Sequence[RankShare]) -> bool:
+    """Whether all ranks have the same states."""
+    return [one.state for one in shares] == [one.state for one in others]
+
+
+def _head_after(head: Head | None, record: StepRecord, ref: RecordRef, folds: tuple[tuple[int, int], ...] = ()) -> Head:
+    """The head that names a record that follows the last one. `folds`: of a base, those that lead over it."""
     if record.is_base or head is None:
-        return Head(ref, record.name, (), record.nbytes, 0)
+        return Head(ref, record.name, folds, record.nbytes, 0)
     return replace(head, record=ref, delta_nbytes=head.delta_nbytes + record.nbytes)
 
 

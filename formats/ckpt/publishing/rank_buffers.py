@@ -26,8 +26,8 @@ class EncodedShare:
 
     object: bytes
     share: RankShare
-    changed_chunks: int
-    chunks: int
+    changed: int
+    """The number of values that differ from the published ones; 0 for a base."""
 
     __repr__ = short_repr
 
@@ -45,7 +45,7 @@ class RankBuffers:
         rank: int,
         buffers: tuple[Array, Array] | None = None,
         threads: int = 1,
-        signed: bool = False,
+        is_signed: bool = False,
     ) -> None:
         """Values of a rank.
 
@@ -55,7 +55,7 @@ class RankBuffers:
             buffers: Two vectors of `nbytes_of(model, rank)` bytes (uint8), such as shared memory: that of the published
                 values, and that of the next ones. None: memory of this process.
             threads: Threads that encode and decode.
-            signed: Whether the records are signed, so that they state a SHA-256 of each object.
+            is_signed: Whether the records are signed, so that they state a SHA-256 of each object.
         """
         nbytes = self.nbytes_of(model, rank)
         if buffers is None:
@@ -67,7 +67,7 @@ class RankBuffers:
         self._pieces: Sequence[TensorPiece] = model.pieces[rank]
         self._dtypes = [model.tensors[piece.tensor].dtype for piece in self._pieces]
         self._offsets = _offsets(model, rank)
-        self._threads, self._signed = threads, signed
+        self._threads, self._is_signed = threads, is_signed
         self._chunks = [
             (number, *piece.chunking.range(chunk))
             for number, piece in enumerate(self._pieces)
@@ -118,18 +118,20 @@ class RankBuffers:
         digests = self._digests()
         before = None if is_base else self._published_digests
 
-        def encode(chunk: int) -> bytes:
-            if before is not None and before[chunk] == digests[chunk]:
-                return b""
-            return encode_chunk(
-                None if before is None else self._chunk(self._published, chunk), self._chunk(self._next, chunk)
-            )
+        def encode(chunk: int) -> tuple[bytes, int]:
+            after = self._chunk(self._next, chunk)
+            if before is None:
+                return encode_chunk(None, after), 0
+            if before[chunk] == digests[chunk]:
+                return b"", 0
+            own = self._chunk(self._published, chunk)
+            return encode_chunk(own, after), _count_changes(own, after)
 
         with self._mapped() as run:
-            chunks = list(run(encode, range(len(self._chunks))))
-        data = share_bytes(chunks, digests)
-        share = RankShare(ObjectRef.of(data, self._signed), hash_bytes(b"".join(digests)))
-        return EncodedShare(data, share, sum(map(bool, chunks)), len(chunks))
+            encoded = list(run(encode, range(len(self._chunks))))
+        data = share_bytes([chunk for chunk, _ in encoded], digests)
+        share = RankShare(ObjectRef.of(data, self._is_signed), hash_bytes(b"".join(digests)))
+        return EncodedShare(data, share, sum(changed for _, changed in encoded))
 
     def accept(self) -> None:
         """The next values are the published ones from now on."""
@@ -187,6 +189,12 @@ class RankBuffers:
             return
         with ThreadPoolExecutor(self._threads, "ckpt-publish") as pool:
             yield pool.map
+
+
+def _count_changes(before: Array, after: Array) -> int:
+    """How many values differ in their bits: (n,) of one dtype."""
+    bits = np.dtype(f"u{before.dtype.itemsize}") if before.dtype.itemsize <= 8 else np.dtype("c16")
+    return int(np.count_nonzero(before.view(bits) != after.view(bits)))
 
 
 def _offsets(model: PublishedModel, rank: int) -> list[int]:

@@ -21,7 +21,7 @@ from ckpt_formats.engines.hf.model_names import NameMatch, as_in_files, match_na
 from ckpt_formats.engines.hf.side_files import config_of, read_side_files
 from ckpt_formats.state_dicts.run_files import PREFIX, SideFile, content_of, plan_side_file, write_side_file
 
-_ADAPTER = "adapter_config.json"
+ADAPTER = "adapter_config.json"
 _METADATA = {"format": "pt"}
 
 
@@ -43,7 +43,7 @@ def plan_files(
     named = list(_named(weights, source.aliases, matched))
     if config is not None:
         check_fits(matched, named, config, source.is_partial)
-    elif _ADAPTER not in files:
+    elif ADAPTER not in files:
         raise UnsupportedError(
             "the source has no config.json, without which transformers cannot load a model",
             where=source.path,
@@ -52,7 +52,7 @@ def plan_files(
     notes = list(_remarks(matched, named, config))
     files, changed = _with_dtype(files, named)
     groups = [sorted(group, key=_place_in_file) for group in split_weights(named, shard_nbytes)]
-    names = numbered_names(len(groups), "adapter_model" if _ADAPTER in files and config is None else "model")
+    names = numbered_names(len(groups), "adapter_model" if ADAPTER in files and config is None else "model")
     weight_files = [weights_part(name, group, _METADATA) for name, group in zip(names, groups, strict=True)]
     taken = {part.file for part in weight_files}
     side_files = [plan_side_file(name, value) for name, value in files.items() if _free(name, taken)]
