@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ckpt_recorder import Recorder
-from ckpt_recorder.hooks import RecorderHook
+from ckpt_training.hooks import RunHook
 
 LENGTH, ROWS, WORDS, SAVE_EVERY, PROVED = 64, 16, 256, 10, 16
 
@@ -125,7 +125,7 @@ def time_hooks(training: Training) -> list[float]:
         optimizer._optimizer_step_post_hooks,
         training.model._forward_pre_hooks,
     )
-    for hook in (one for registry in hooks for one in registry.values() if isinstance(one, RecorderHook)):
+    for hook in (one for registry in hooks for one in registry.values() if isinstance(one, RunHook)):
         hook._hook = _timed(hook._hook, spent)
     return spent
 

@@ -25,7 +25,6 @@ from ckpt_recorder.base_pieces import BaseSettings
 from ckpt_recorder.base_schedule import BaseSchedule
 from ckpt_recorder.between_steps import BetweenSteps, Moment
 from ckpt_recorder.holders import RankPart, contributions, differing_copy
-from ckpt_recorder.hooks import ForwardHooks, RecorderHook, is_running, step_frame
 from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.methods import find_methods, flushes_denormals, has_plain_gradients
 from ckpt_recorder.options import RecorderOptions, RecorderWarning
@@ -38,10 +37,11 @@ from ckpt_recorder.watched_tensors import is_swapped
 from ckpt_recorder.writer import WriterSettings
 from ckpt_training import ranks
 from ckpt_training.engines.registry import check_initialized, tracked_run
-from ckpt_training.engines.run import TrackedRun, count_of, persistent_buffers, renamed
+from ckpt_training.engines.run import TrackedRun, persistent_buffers, renamed
+from ckpt_training.hooks import ForwardHooks, RunHook, is_running, step_frame, wrap_method
 from ckpt_training.plain_notes import extra_name, plain_note
 from ckpt_training.random_states import RandomStates
-from ckpt_training.resumed_steps import resumed_step
+from ckpt_training.resumed_steps import last_step
 from ckpt_training.writing.link import WriterBroken
 
 _LOG = logging.getLogger("ckpt_recorder")
@@ -127,7 +127,7 @@ class Recorder:
                 where="bases.spread",
                 hint="Copy all of a base after one step: Bases(every=1000, spread=1).",
             )
-        self.step = max(ranks.gather(self._first_step())) if step is None else step
+        self.step = max(ranks.gather(last_step(self._run))) if step is None else step
         self._first = self.step
         begin = time.monotonic()
         self._begin()
@@ -226,16 +226,6 @@ class Recorder:
     def _has_updates(self) -> bool:
         """Are the steps of an optimizer recorded as updates?"""
         return any(one.method == UPDATE for one in self._probed)
-
-    def _first_step(self) -> int:
-        if self._run.step is not None:
-            return self._run.step
-        if (resumed := resumed_step(*self._run.optimizers)) is not None:
-            return resumed
-        counts = [0 for _ in self._run.optimizers]
-        for number, one in enumerate(self._run.tensors):
-            counts[one.optimizer] = max(counts[one.optimizer], count_of(self._run, number))
-        return sum(counts)  # each call of an optimizer is a step, as in Lightning
 
     def _begin(self, *, replaces: bool = False) -> None:
         """Start a segment with the current state of the run. All ranks must do so together."""
@@ -354,7 +344,7 @@ class Recorder:
             )
 
     def _attach(self) -> None:
-        before, after = RecorderHook(self._before_step), RecorderHook(self._after_step)
+        before, after = RunHook(self._before_step), RunHook(self._after_step)
         self._hooks = [one.register_step_pre_hook(before) for one in self._run.optimizers]
         self._hooks += [one.register_step_post_hook(after) for one in self._run.optimizers]
         self._calls = StepCalls(len(self._run.optimizers), self._run.calls_per_step)
@@ -373,30 +363,23 @@ class Recorder:
 
     def _wrap_step(self, engine: Any, name: str) -> None:
         """Wrap the step method of an engine, to record its notes after each step."""
-        method, instance_attribute = getattr(engine, name), vars(engine).get(name)
 
-        def step(*arguments: Any, **named: Any) -> Any:
-            before, counted = self.step, self._run.counted
-            total = counted() if counted is not None else 0
-            result = method(*arguments, **named)
-            if self.step == before and counted is not None and counted() != total:
-                self.step += 1  # overflow of fp16: the engine counts the step, but its optimizer did nothing
-                self._record(RankRecording.record_nothing, self.step)
-                self._observe("forward")
-            if self.step != before:
-                self.note(**self._run.notes())
-            return result
+        def around(method: Callable[..., Any]) -> Callable[..., Any]:
+            def step(*arguments: Any, **named: Any) -> Any:
+                before, counted = self.step, self._run.counted
+                total = counted() if counted is not None else 0
+                result = method(*arguments, **named)
+                if self.step == before and counted is not None and counted() != total:
+                    self.step += 1  # overflow of fp16: the engine counts the step, but its optimizer did nothing
+                    self._record(RankRecording.record_nothing, self.step)
+                    self._observe("forward")
+                if self.step != before:
+                    self.note(**self._run.notes())
+                return result
 
-        def unwrap() -> None:
-            if vars(engine).get(name) is not step:
-                return  # somebody has wrapped it again: `step` has no effect from now on
-            if instance_attribute is None:
-                delattr(engine, name)
-            else:
-                setattr(engine, name, instance_attribute)
+            return step
 
-        setattr(engine, name, step)
-        self._unwrap = unwrap
+        self._unwrap = wrap_method(engine, name, around)
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
         """Record an optimizer that the run has put in the place of those that it had."""
@@ -513,7 +496,7 @@ class Recorder:
         state = self._calls.of[number]
         state.count += 1
         hooks = list(optimizer._optimizer_step_pre_hooks.values())
-        is_last = not hooks or isinstance(hooks[-1], RecorderHook)
+        is_last = not hooks or isinstance(hooks[-1], RunHook)
         state.proof_is_due = self._lossless and (
             state.count <= _FIRST_PROOFS
             or state.count & (state.count - 1) == 0

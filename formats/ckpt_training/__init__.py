@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ckpt_training.engines.lightning import LightningSaver
     from ckpt_training.inference import load_file
     from ckpt_training.loading import Loaded, load
+    from ckpt_training.publisher import Publisher, PublisherWarning, PublishResult
     from ckpt_training.saver import SaveHandle, Saver, SaveResult, SaverWarning
 
 __all__ = [
@@ -21,6 +22,9 @@ __all__ = [
     "HuggingFaceSaver",
     "LightningSaver",
     "Loaded",
+    "PublishResult",
+    "Publisher",
+    "PublisherWarning",
     "SaveHandle",
     "SaveResult",
     "Saver",
@@ -35,6 +39,9 @@ _MODULES = {
     "HuggingFaceSaver": "engines.huggingface",
     "LightningSaver": "engines.lightning",
     "Loaded": "loading",
+    "PublishResult": "publisher",
+    "Publisher": "publisher",
+    "PublisherWarning": "publisher",
     "SaveHandle": "saver",
     "SaveResult": "saver",
     "Saver": "saver",

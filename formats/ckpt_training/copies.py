@@ -11,7 +11,10 @@ import numpy as np
 import torch
 
 from ckpt_codecs.base import Array
-from ckpt_training.local_shards import dtype_name
+from ckpt_training.local_shards import as_array, as_tensor, dtype_name
+
+_CAST_ELEMENTS = 1 << 15
+"""Elements that are cast at once: of more, torch would take several cores away from the training."""
 
 
 class HostCopies:
@@ -35,13 +38,19 @@ class HostCopies:
     def copy(self, targets: Sequence[Array], sources: Sequence[torch.Tensor], after: Any) -> None:
         """Copy tensors to arrays of the same shapes, once the device has reached a point. They are there then.
 
-        If the dtypes differ, values are cast.
+        If the dtypes differ, values are cast: rounded to nearest even, as `Tensor.to` does.
         """
         for target, source in zip(targets, sources, strict=True):
             if dtype_name(source.dtype) == target.dtype.name:
-                np.copyto(target, source.numpy())
-            else:
-                torch.from_numpy(target).copy_(source)
+                np.copyto(target, as_array(source))
+                continue
+            own = as_tensor(target)
+            if not source.is_contiguous() or not own.is_contiguous():
+                own.copy_(source)
+                continue
+            blocks = (torch.split(one.view(-1), _CAST_ELEMENTS) for one in (own, source))
+            for some, values in zip(*blocks, strict=True):
+                some.copy_(values)
 
 
 class CudaCopies(HostCopies):
@@ -83,7 +92,7 @@ class CudaCopies(HostCopies):
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
             for target, source in zip(targets, sources, strict=True):
-                torch.from_numpy(target).copy_(source, non_blocking=True)
+                as_tensor(target).copy_(source, non_blocking=True)
         self._stream.synchronize()
 
 

@@ -6,6 +6,7 @@ A fragment says which block of a tensor is where in a file; a local shard says w
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ckpt_codecs.base import Array
@@ -82,6 +83,14 @@ def as_array(memory: torch.Tensor) -> Array:
     if dtype.isbuiltin == 1:
         return memory.numpy()
     return memory.view(_BITS[memory.element_size()]).numpy().view(dtype)  # NumPy itself lacks these types
+
+
+def as_tensor(array: Array) -> torch.Tensor:
+    """The memory of an array as a tensor of its shape, dtype and strides, without a copy: the inverse of `as_array`."""
+    if array.dtype.isbuiltin == 1:
+        return torch.from_numpy(array)
+    bits = array.view(np.dtype(f"{'u' if array.dtype.itemsize == 1 else ''}int{8 * array.dtype.itemsize}"))
+    return torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -158,9 +158,13 @@ def raise_together(error: BaseException | None) -> None:
         assert error is not None
         raise error
     own = json.dumps(_as_json(error, root)).encode() if rank == root else b""
-    content = json.loads(broadcast_bytes(own, root))
-    kind = next((one for one in _kinds(CkptError) if one.__name__ == content["kind"]), UnsupportedError)
-    raise kind(content["what"], where=content["where"], hint=content["hint"]) from error
+    raise error_of(json.loads(broadcast_bytes(own, root))) from error
+
+
+def error_of(facts: Mapping[str, Any]) -> CkptError:
+    """The error of another process: `kind`, `what`, `where` and `hint`."""
+    kind = next((one for one in _kinds(CkptError) if one.__name__ == facts["kind"]), UnsupportedError)
+    return kind(facts["what"], where=facts["where"], hint=facts["hint"])
 
 
 @contextmanager

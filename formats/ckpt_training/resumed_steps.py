@@ -5,6 +5,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ckpt_training.engines.run import TrackedRun, count_of
+
 _STEPS: "WeakKeyDictionary[torch.optim.Optimizer, int]" = WeakKeyDictionary()
 
 
@@ -19,9 +21,21 @@ def count_from(optimizer: Any, step: int) -> None:
     _STEPS[optimizer] = step
 
 
-def resumed_step(*optimizers: torch.optim.Optimizer) -> int | None:
-    """The step of the only optimizer of a run, if it was resumed."""
-    return _STEPS.get(optimizers[0]) if len(optimizers) == 1 else None
+def last_step(run: TrackedRun) -> int:
+    """The number of the last step of a run, as far as this rank knows. Each call of an optimizer is a step."""
+    if run.step is not None:
+        return run.step
+    if len(run.optimizers) == 1 and run.optimizers[0] in _STEPS:
+        return _STEPS[run.optimizers[0]]
+    return sum(step_counts(run))
+
+
+def step_counts(run: TrackedRun) -> list[int]:
+    """The number of steps of each optimizer, as far as this rank knows."""
+    counts = [0 for _ in run.optimizers]
+    for number, one in enumerate(run.tensors):
+        counts[one.optimizer] = max(counts[one.optimizer], count_of(run, number))
+    return counts
 
 
 def _count(optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:

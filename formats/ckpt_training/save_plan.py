@@ -6,7 +6,7 @@ them. States of an optimizer follow the tensors that it steps, so a run may be p
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
@@ -44,6 +44,8 @@ class SavedShard:
     state: str
     memory: torch.Tensor
     """The values, on any device and with any strides, in the order of the box."""
+    dtype: str | None = None
+    """The NumPy name of the dtype to which the copy is cast; None: the bits are copied as they are."""
 
     def cloned(self) -> "SavedShard":
         """Return a copy of the values, which the run does not change."""
@@ -83,7 +85,7 @@ class SavePlan:
             start, stop = self.ranges[kind, piece_of(shard.part)]
             if start == stop and not (shard.part.size == 0 and (kind, piece_of(shard.part)) in self.first):
                 continue
-            own = _cut(shard, start, stop)
+            own = cut_shard(shard, start, stop)
             part, key = own.part, piece_of(own.part)
             known = boxes.get(key)
             states = {**({} if known is None else known.states), own.state: dtype_name(own.memory.dtype)}
@@ -165,9 +167,9 @@ def agree(run: TrackedRun) -> SavePlan:
     for kind in ("model", "optimizer"):
         check_coverage({piece: of for (one, piece), of in holders.items() if one == kind}, shapes, _HINT)
     _check_groups(every)
-    ranges = _ranges(holders, buffers)
+    ranges = ranges_by_rank(holders, buffers)
     rank, _ = ranks.rank_and_world()
-    _check_copies(run, {key for key, of in holders.items() if len(of) > 1 and key[1][0] not in buffers})
+    check_copies(_shards(run), {key for key, of in holders.items() if len(of) > 1 and key[1][0] not in buffers}, _HINT)
     groups = [list[str]() for _ in every[0]["groups"]]
     for stated in every:
         for group, own_names in zip(groups, stated["groups"], strict=True):
@@ -228,7 +230,7 @@ def _check_groups(every: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _ranges(
+def ranges_by_rank(
     holders: Mapping[tuple[Kind, Piece], Sequence[int]], buffers: set[str]
 ) -> dict[tuple[Kind, Piece], Mapping[int, tuple[int, int]]]:
     """The range of each piece that each of its holders saves. A buffer is that of the first rank, as in DDP."""
@@ -254,7 +256,7 @@ def _row_size(piece: Piece) -> int:
     return prod(box.shape[_axis(box) + 1 :]) if stop - start == box.size else 1
 
 
-def _cut(shard: LocalShard, start: int, stop: int) -> LocalShard:
+def cut_shard(shard: LocalShard, start: int, stop: int) -> LocalShard:
     """The elements of a shard from `start` to `stop`, counted as those of its part."""
     part = shard.part
     if (start, stop) == (part.start, part.stop):
@@ -273,12 +275,12 @@ def _cut(shard: LocalShard, start: int, stop: int) -> LocalShard:
     return replace(shard, part=replace(part, box=box, start=0, stop=box.size), memory=memory)
 
 
-def _check_copies(run: TrackedRun, copies: set[tuple[Kind, Piece]]) -> None:
+def check_copies(shards: Iterable[tuple[Kind, LocalShard]], copies: set[tuple[Kind, Piece]], hint: str) -> None:
     """Raise `UnsupportedError` on all ranks if tensors that several ranks have are no copies. Every rank calls it."""
     if ranks.rank_and_world()[1] == 1:
         return
     digests: dict[str, str] = {}
-    for kind, shard in _shards(run):
+    for kind, shard in shards:
         if (kind, piece_of(shard.part)) in copies:
             name, box, start, stop = piece_of(shard.part)
             digests[f"{name} {shard.state} {box} {start} {stop}"] = xxhash.xxh3_64_hexdigest(memory_of(shard.memory))
@@ -290,5 +292,5 @@ def _check_copies(run: TrackedRun, copies: set[tuple[Kind, Piece]]) -> None:
                 name, state = key.split(" ")[:2]
                 raise UnsupportedError(
                     f"ranks {other} and {rank} have different values of `{name}` ({state}) under the same name",
-                    hint=_HINT,
+                    hint=hint,
                 )

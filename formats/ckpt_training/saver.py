@@ -40,7 +40,7 @@ from ckpt_training.save_plan import SavedShard, agree
 from ckpt_training.snapshot import Snapshot, SnapshotThread
 from ckpt_training.writing.rank_notes import RankNotes
 from ckpt_training.writing.ring import Ring
-from ckpt_training.writing.save_orders import BeginSave, SaveSettings, is_chain, path_of_step, row_of_box
+from ckpt_training.writing.save_orders import BeginSave, DropSave, SaveSettings, is_chain, path_of_step, row_of_box
 
 _SLOTS = 4
 _LEAST_SLOT = 1 << 16
@@ -348,12 +348,12 @@ class Saver:
     def _skipped(self, step: int, slow: int) -> SaveHandle:
         reason = f"the save of step {slow} is still in progress"
         warnings.warn(f"{self._target}: step {step} is not saved: {reason}", SaverWarning, stacklevel=3)
-        self._thread.drop(step, f"skipped, because {reason}")
+        self._thread.order(DropSave(step, f"skipped, because {reason}"), step)
         return SaveHandle(step, None, SaveResult(step, str(path_of_step(self._target, step)), "", skipped=reason))
 
     def _refused(self, step: int, error: CkptError) -> SaveHandle:
         """The handle of a save in which this rank cannot take part."""
-        self._thread.drop(step, error.what if error.hint is None else f"{error.what} ({error.hint})")
+        self._thread.order(DropSave(step, error.what if error.hint is None else f"{error.what} ({error.hint})"), step)
         snapshot = Snapshot(step, BeginSave(step, [], {}, []), [], b"")
         snapshot.end(type(error)(f"step {step} is not saved: {error.what}", where=error.where, hint=error.hint))
         handle = SaveHandle(step, snapshot)

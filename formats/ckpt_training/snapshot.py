@@ -1,7 +1,7 @@
 """Snapshots of a run: a thread copies its values into a ring while the next forward and backward pass run.
 
-The thread hands what it has copied to the process of the rank, which writes it. Memory: the ring, and nothing else;
-while the ring is full, the thread waits. An update waits for what is not copied yet.
+The thread hands what it has copied to the process of the rank, which saves or publishes it. Memory: the ring, and
+nothing else; while the ring is full, the thread waits. An update waits for what is not copied yet.
 """
 
 import json
@@ -10,16 +10,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CkptError, IncompleteError, OutputError
 from ckpt_training import copies
+from ckpt_training.local_shards import dtype_name
 from ckpt_training.save_plan import SavedShard
-from ckpt_training.writing.link import WriterBroken, WriterLink
+from ckpt_training.writing.link import LinkSettings, WriterBroken, WriterLink
+from ckpt_training.writing.orders import Order
 from ckpt_training.writing.ring import Ring
-from ckpt_training.writing.save_orders import MODULE, BeginSave, DropSave, FinishSave, SaveSettings, WriteRuns
+from ckpt_training.writing.save_orders import MODULE, DropSave, FinishSave, WriteRuns
 
 _ALIGNMENT = 64
 _LOOK_SECONDS = 0.02
@@ -28,28 +31,65 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
+class SnapshotTask:
+    """What the process of a rank does with snapshots."""
+
+    module: str
+    """The module that it runs."""
+    noun: str
+    """What it writes, for messages."""
+    participle: str
+    """What a step is afterwards, for messages."""
+    drop: "Callable[[Snapshot, str], Order]"
+    """Returns the order that tells other ranks that this one takes no part in the step of a snapshot, and why."""
+
+
+class SnapshotSettings(LinkSettings, Protocol):
+    """The first message to the process."""
+
+    @property
+    def target(self) -> str:
+        """What it writes, for messages."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it may make no progress."""
+
+
+@dataclass(frozen=True)
+class PendingOrder:
+    """An order without values."""
+
+    order: Order
+    step: int | None
+    """The step of the answer; None: there is none."""
+
+
+@dataclass(frozen=True)
 class CopiedRun:
     """Values of a shard that are copied together."""
 
     shard: SavedShard
     source: torch.Tensor
-    """The values, as integers of the same size."""
+    """The values; as integers of the same size, unless they are cast."""
+    dtype: DType
+    """That of the copy."""
     offset: int
-    """Where they begin in the state of the box, in bytes."""
+    """Where the copy begins in the state of the box, in bytes."""
     at: int
-    """Where they begin in the slot, in bytes."""
+    """Where the copy begins in the slot, in bytes."""
 
     @property
     def nbytes(self) -> int:
-        return self.source.numel() * self.source.element_size()
+        return self.source.numel() * self.dtype.itemsize
 
 
 @dataclass(eq=False)
 class Snapshot:
-    """A save on its way to the process. `ended` is set once `result` or `error` is known."""
+    """A state on its way to the process. `ended` is set once `result` or `error` is known."""
 
     step: int
-    begin: BeginSave
+    begin: Order
     shards: Sequence[SavedShard]
     notes: bytes
     after: Any = None
@@ -78,6 +118,9 @@ class Snapshot:
             self.ended.set()
 
 
+SAVING = SnapshotTask(MODULE, "the saves", "saved", lambda snapshot, reason: DropSave(snapshot.step, reason))
+
+
 class SnapshotThread:
     """Copies snapshots one after another. Its methods are for the thread of the training only.
 
@@ -85,20 +128,38 @@ class SnapshotThread:
         waited: Seconds for which updates have waited for copies.
     """
 
-    def __init__(self, settings: Callable[[int, int], SaveSettings], ring: Ring, device: torch.device) -> None:
-        """Start the process, in the background. `settings`: from the size of a slot and their number."""
+    def __init__(
+        self,
+        settings: Callable[[int, int], SnapshotSettings],
+        ring: Ring,
+        device: torch.device,
+        task: SnapshotTask = SAVING,
+        answered: Callable[[Mapping[str, Any]], None] = lambda answer: None,
+    ) -> None:
+        """Start the process, in the background.
+
+        Args:
+            settings: Its first message, from the size of a slot and their number.
+            ring: The memory that it shares with the trainer.
+            device: Where the values are.
+            task: What it does.
+            answered: The thread calls it with each answer, before the snapshot ends.
+        """
         self._ring, self._settings = ring, settings(ring.slot_nbytes, ring.slots)
+        self._task, self._answered = task, answered
         self._copies = copies.copies_of(device)
-        self._todo: queue.SimpleQueue[Snapshot | DropSave | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Snapshot | PendingOrder | None] = queue.SimpleQueue()
         self._flight: list[Snapshot] = []
-        """The saves of which the process has not reported the end. Only the thread uses it."""
+        """The snapshots of which the process has not reported the end. Only the thread uses it."""
+        self._dropped = set[int]()
+        """The steps in which this rank takes no part, until the process answers. Only the thread uses it."""
         self._link: WriterLink | None = None
         self._broken = ""
         """Why the process could not be started."""
         self.pid: int | None = None
         self.waited = 0.0
         self._copying: list[Snapshot] = []
-        self._thread = threading.Thread(target=self._work, name="ckpt-saves", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="ckpt-snapshots", daemon=True)
         self._thread.start()
 
     def begin(self, snapshot: Snapshot) -> None:
@@ -107,9 +168,12 @@ class SnapshotThread:
         self._copying = [one for one in self._copying if not one.copied.is_set()] + [snapshot]
         self._todo.put(snapshot)
 
-    def drop(self, step: int, reason: str) -> None:
-        """Report that this rank does not take part in a save, so that no rank waits for it."""
-        self._todo.put(DropSave(step, reason))
+    def order(self, order: Order, step: int | None = None) -> None:
+        """Send an order without values, such as that this rank takes no part in a step, so that no rank waits for it.
+
+        `step`: of the answer; None: there is none.
+        """
+        self._todo.put(PendingOrder(order, step))
 
     def wait_copied(self) -> None:
         """Wait until all values are copied that an update may change."""
@@ -122,7 +186,7 @@ class SnapshotThread:
         self.waited += time.monotonic() - begin
 
     def close(self, seconds: float) -> bool:
-        """End the process after all saves. Returns False if it has not ended within `seconds`."""
+        """End the process after all snapshots. Returns False if it has not ended within `seconds`."""
         self._todo.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -131,7 +195,8 @@ class SnapshotThread:
         while True:
             try:
                 self._start()
-                task = self._todo.get(timeout=_LOOK_SECONDS) if self._flight else self._todo.get()
+                is_due = self._flight or self._dropped
+                task = self._todo.get(timeout=_LOOK_SECONDS) if is_due else self._todo.get()
                 if task is None:
                     break
                 self._do(task)
@@ -150,17 +215,20 @@ class SnapshotThread:
         """Start the process, if there is none that works."""
         if self._link is None and not self._flight:
             try:
-                self._link = WriterLink(self._settings, self._ring, self._settings.seconds, MODULE, "the saves")
+                self._link = WriterLink(
+                    self._settings, self._ring, self._settings.seconds, self._task.module, self._task.noun
+                )
                 self.pid = self._link.pid
                 self._copies.pin(self._ring.content)
             except WriterBroken as error:
                 self._broken = str(error)
 
-    def _do(self, task: Snapshot | DropSave) -> None:
+    def _do(self, task: Snapshot | PendingOrder) -> None:
         link = self._link
-        if isinstance(task, DropSave):
+        if isinstance(task, PendingOrder):
             if link is not None:
-                link.order(task)
+                self._dropped |= set() if task.step is None else {task.step}
+                link.order(task.order)
             return
         self._flight.append(task)
         if link is None:
@@ -169,7 +237,7 @@ class SnapshotThread:
         for runs in _pieces(task.shards, self._ring.slot_nbytes):
             slot = link.acquire_slot()
             content = self._ring.slot(slot)
-            targets = [content[one.at : one.at + one.nbytes].view(_numpy(one.source)) for one in runs]
+            targets = [content[one.at : one.at + one.nbytes].view(one.dtype) for one in runs]
             shaped = [target.reshape(one.source.shape) for target, one in zip(targets, runs, strict=True)]
             self._copies.copy(shaped, [one.source for one in runs], task.after)
             link.order(
@@ -178,7 +246,7 @@ class SnapshotThread:
         changed = task.changed()
         task.copied.set()
         if changed is not None:
-            link.order(DropSave(task.step, f"{changed} was changed outside the optimizer while it was copied"))
+            link.order(self._task.drop(task, f"{changed} was changed outside the optimizer while it was copied"))
         else:
             link.order(FinishSave(), task.notes)
 
@@ -186,9 +254,10 @@ class SnapshotThread:
         """End all saves in flight with an error, and the process: the next save starts another one."""
         reason = error.what if isinstance(error, CkptError) else str(error) or type(error).__name__
         for one in self._flight:
-            one.end(OutputError(f"step {one.step} is not saved: {reason}", where=self._settings.target))
-            self._todo.put(DropSave(one.step, reason))  # another process tells the other ranks
+            one.end(OutputError(self._failure(one.step, reason), where=self._settings.target))
+            self.order(self._task.drop(one, reason), one.step)  # another process tells the other ranks
         self._flight.clear()
+        self._dropped.clear()
         link, self._link = self._link, None
         if link is not None:
             link.close()
@@ -200,9 +269,9 @@ class SnapshotThread:
             return
         try:
             link.check()
-            if self._flight and not link.is_alive:
+            if (self._flight or self._dropped) and not link.is_alive:
                 link.check()
-                raise WriterBroken("the process that writes the saves has ended")
+                raise WriterBroken(f"the process that writes {self._task.noun} has ended")
         except WriterBroken as error:
             self._take(link)
             self._fail(error)
@@ -213,20 +282,19 @@ class SnapshotThread:
         while link.messages:
             word, rest = link.messages.popleft()
             fields = json.loads(rest)
+            self._dropped.discard(fields["step"])
+            self._answered(fields)
             own = next((one for one in self._flight if one.step == fields["step"]), None)
             if own is None:
                 continue
             self._flight.remove(own)
-            if word == "saved":
+            if word == self._task.participle:
                 own.end(result=fields)
             else:
-                own.end(
-                    IncompleteError(f"step {own.step} is not saved: {fields['error']}", where=self._settings.target)
-                )
+                own.end(IncompleteError(self._failure(own.step, fields["error"]), where=self._settings.target))
 
-
-def _numpy(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    def _failure(self, step: int, reason: str) -> str:
+        return f"step {step} is not {self._task.participle}: {reason}"
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
@@ -243,17 +311,19 @@ def _pieces(shards: Sequence[SavedShard], size: int) -> Iterator[list[CopiedRun]
     at = 0
     for shard in shards:
         offset = 0
-        for block in _blocks(_integers(shard.memory), size // _ALIGNMENT * _ALIGNMENT):
+        source = _integers(shard.memory) if shard.dtype is None else shard.memory
+        dtype = DTYPES[dtype_name(source.dtype) if shard.dtype is None else shard.dtype]
+        for block in _blocks(source, size // _ALIGNMENT * _ALIGNMENT // dtype.itemsize):
             rest = block
             while rest.numel():
-                room = (size - at) // rest.element_size()
+                room = (size - at) // dtype.itemsize
                 if not room or (not rest.is_contiguous() and rest.numel() > room):
                     yield piece
                     piece, at = [], 0
                     continue
                 part = rest if rest.numel() <= room else rest.reshape(-1)[:room]
                 rest = rest.reshape(-1)[part.numel() :] if rest.is_contiguous() else rest[:0]
-                run = CopiedRun(shard, part, offset, at)
+                run = CopiedRun(shard, part, dtype, offset, at)
                 piece.append(run)
                 offset += run.nbytes
                 at = -(-(at + run.nbytes) // _ALIGNMENT) * _ALIGNMENT
@@ -272,8 +342,8 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    """A tensor as blocks that follow each other in C order: itself, or blocks of at most `size` bytes."""
-    if tensor.is_contiguous() or tensor.numel() * tensor.element_size() <= size:
+    """A tensor as blocks that follow each other in C order: itself, or blocks of at most `size` elements."""
+    if tensor.is_contiguous() or tensor.numel() <= size:
         yield tensor
         return
     for row in tensor:

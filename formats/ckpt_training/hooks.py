@@ -12,11 +12,11 @@ from torch.optim import optimizer
 _OPTIMIZER = optimizer.__file__
 
 
-class RecorderHook:
-    """A hook of a recorder. A copy of the model or of the optimizer is not recorded: its hooks do nothing."""
+class RunHook:
+    """A hook on a model or an optimizer. A copy of it is no part of the run: its hooks do nothing."""
 
     def __init__(self, hook: Callable[..., Any] | None = None, *, is_inner: bool = False) -> None:
-        """`hook`: a method of the recorder. Compiled steps and forward passes do not trace it.
+        """`hook`: what is called. Compiled steps and forward passes do not trace it.
 
         `is_inner`: they do not call it either, because that would break their graph.
         """
@@ -28,11 +28,11 @@ class RecorderHook:
             return None
         return self._hook(*arguments)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RecorderHook":
-        return RecorderHook()
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RunHook":
+        return RunHook()
 
-    def __reduce__(self) -> tuple[type["RecorderHook"], tuple[()]]:
-        return RecorderHook, ()
+    def __reduce__(self) -> tuple[type["RunHook"], tuple[()]]:
+        return RunHook, ()
 
 
 class ForwardHooks:
@@ -44,8 +44,8 @@ class ForwardHooks:
 
     def __init__(self, model: Any, hook: Callable[..., Any]) -> None:
         self._outermost = list(_outermost(model))
-        self._inner_hook = RecorderHook(hook, is_inner=True)
-        outer = RecorderHook(hook)
+        self._inner_hook = RunHook(hook, is_inner=True)
+        outer = RunHook(hook)
         self._handles = {module: module.register_forward_pre_hook(outer) for module in self._outermost}
         self._parents: dict[nn.Module, nn.Module] = {}
         self._called: set[nn.Module] = set(self._outermost)
@@ -130,3 +130,25 @@ def is_running(frame: FrameType | None) -> bool:
     while caller is not None and caller is not frame:
         caller = caller.f_back
     return caller is not None
+
+
+def wrap_method(
+    owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Replace a method of an object. Returns what puts it back, unless somebody has wrapped it again since.
+
+    `around`: returns the new method from the one that the object has.
+    """
+    method, instance_attribute = getattr(owner, name), vars(owner).get(name)
+    wrapped = around(method)
+
+    def unwrap() -> None:
+        if vars(owner).get(name) is not wrapped:
+            return  # somebody has wrapped it again: `wrapped` has no effect from now on
+        if instance_attribute is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, instance_attribute)
+
+    setattr(owner, name, wrapped)
+    return unwrap
