@@ -67,7 +67,9 @@ WORKS = {
     "shadow_trainers": Work("shadow_trainers:rounds", "trainers and their shadows are killed, and go on"),
     "universal_flips": Work("universal_flips:flips", "bits of universal checkpoints are flipped"),
     "hostile_columns": Work("universal_flips:hostile_columns", "numbers of columns are forged"),
+    "sync_kills": Work("sync_kills:rounds", "publishers of a chain and its followers are killed"),
     "sync_damage": Work("sync_damage:rounds", "published chains are damaged, read and followed"),
+    "sync_steps": Work("sync_steps:rounds", "each step of real runs is published, and compared at two followers"),
     "fuzz_kernels": Work("fuzz_kernels:rounds", "C kernels read hostile bytes under sanitizers"),
     "fuzz_readers": Work("fuzz_readers:rounds", "what readers parse is changed, guided by coverage"),
 }

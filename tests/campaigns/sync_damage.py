@@ -19,6 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ckpt.following.follower import FollowedStep, Follower
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
@@ -28,6 +29,8 @@ from run import Round, alternated
 
 Files = dict[str, bytes]
 RANKS = 3
+PATIENCE = 0.02
+"""Seconds for which a follower reads what is missing again."""
 LAST = StepName(2, 10)
 
 
@@ -187,6 +190,37 @@ class DamagedChain:
             seen["right"] += 1
         return seen
 
+    def follow(self, kind: str) -> Counter[str]:
+        """Let a follower that has an earlier step update from a damaged chain, and then from a whole one."""
+        names = [name for name in self.states if name != LAST]
+        earlier = self.generator.choice([*names, None])
+        with Follower(self.history.folder, patience=PATIENCE) as follower:
+            if earlier is not None:
+                self.history.place(self.history.files[earlier])
+                self.check(follower, follower.update(), earlier)
+            files, seen = self.damaged(kind)
+            self.history.place(files)
+            try:
+                step = follower.update()
+            except CkptError as error:
+                seen[type(error).__name__] += 1
+                assert (follower.step is None) == (earlier is None)
+                if follower.step is not None:
+                    self.check(follower, follower.step, earlier)
+            else:
+                name = StepName(step.epoch, step.step)
+                assert earlier is None or name >= earlier, f"went back from {earlier} to {name}"
+                self.check(follower, step, name)
+                seen["right" if name == LAST else "an earlier step"] += 1
+            self.history.place(self.history.files[LAST])
+            self.check(follower, follower.update(), LAST)
+        return seen
+
+    def check(self, follower: Follower, step: FollowedStep, name: StepName | None) -> None:
+        assert name is not None
+        assert (step.epoch, step.step) == (name.epoch, name.step), f"{step}, not {name}"
+        assert same(follower.tensors(), self.states[name]), f"other weights at {name}"
+
 
 def same(values: Mapping[str, np.ndarray[Any, Any]], weights: Weights) -> bool:
     return values.keys() == weights.keys() and all(
@@ -196,6 +230,8 @@ def same(values: Mapping[str, np.ndarray[Any, Any]], weights: Weights) -> bool:
 
 
 def rounds(folder: Path, seed: int) -> Iterator[Round]:
-    """Yield each kind of damage in turn, to a reader."""
+    """Yield each kind of damage in turn, to a reader and to a follower."""
     chain = DamagedChain(PublishedHistory(folder), random.Random(seed))
-    yield from alternated({f"reader, {kind}": partial(chain.read, kind) for kind in (*DAMAGES, "old head")})
+    ways = {"reader": chain.read, "follower": chain.follow}
+    kinds = (*DAMAGES, "old head")
+    yield from alternated({f"{who}, {kind}": partial(way, kind) for kind in kinds for who, way in ways.items()})
