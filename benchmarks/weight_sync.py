@@ -1,8 +1,12 @@
-"""Measure the sync of weights: `python benchmarks/weight_sync.py encodings [--json FILE]`.
+"""Measure the sync of weights: `python benchmarks/weight_sync.py encodings|latency|requests [--json FILE]`.
 
 `encodings` codes real steps of GRPO and DPO (`policy_runs.py` trains them) by ckpt and by what others use, decodes
 each and compares every bit. It prints bytes per changed value, the size relative to ckpt's, and GB/s of weights in both
 directions by CPU time of one thread, the best of some rounds. The speeds of memcpy and of XXH3-128 stand beside them.
+
+`latency` repeats a run to a model of 1 GB, publishes steps of it by eight ranks through a slow network, and follows
+them through another one: seconds from the optimizer's step until a follower has the verified weights. `requests` counts
+what a step asks of a store.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -86,7 +92,7 @@ def baselines(rounds: int = 200) -> dict[str, float]:
     }
 
 
-def encodings(given: argparse.Namespace) -> list[Row]:
+def encodings(given: argparse.Namespace) -> list[dict[str, object]]:
     known = [*ckpt_encodings(), *OTHERS]
     rows: list[Row] = []
     for name in given.runs:
@@ -110,24 +116,73 @@ def encodings(given: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def latency(given: argparse.Namespace) -> list[dict[str, float]]:
+    from weight_latency import latencies
+
+    run, rows = WeightRun.open(given.folder / given.run), []
+    network = given.round_trip, given.rate
+    print(
+        f"{given.gb} GB, {given.ranks} ranks, {given.target}, {1e3 * network[0]:.0f} ms, {network[1] / 1e6:.0f} MB/s\n"
+    )
+    names = ("filled", "encoded", "stored", "committed", "verified", "nbytes")
+    print(f"| step | {' | '.join(names)} |\n" + "|---" * (len(names) + 1) + "|")
+    with TemporaryDirectory(dir=given.scratch) as scratch:
+        for one in latencies(run, Path(scratch), given.target, given.gb, given.ranks, given.steps, network):
+            rows.append(asdict(one))
+            print(f"| {one.step} | " + " | ".join(f"{rows[-1][name]:,.2f}" for name in names) + " |", flush=True)
+    middle = {name: median(row[name] for row in rows) for name in names}
+    print("| median | " + " | ".join(f"{middle[name]:,.2f}" for name in names) + " |")
+    return rows
+
+
+def requests(given: argparse.Namespace) -> list[dict[str, object]]:
+    from weight_latency import requests
+
+    run, rows = WeightRun.open(given.folder / given.run), list[dict[str, object]]()
+    print("| ranks | who | requests for each step |\n|---|---|---|")
+    for ranks in given.ranks:
+        for who, counts in requests(run, ranks, given.steps).items():
+            each = {what: count / given.steps for what, count in sorted(counts.items())}
+            rows.append({"ranks": ranks, "who": who, **each})
+            print(f"| {ranks} | {who} | {', '.join(f'{count:g} {what}' for what, count in each.items())} |", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parts = parser.add_subparsers(dest="part", required=True)
     part = parts.add_parser("encodings", help="bytes and speed of encodings")
-    part.add_argument("folder", type=Path, nargs="?", default=default_runs())
     part.add_argument("--runs", nargs="+", default=RUNS)
     part.add_argument("--first", type=int, default=17, help="the first step that is coded")
     part.add_argument("--last", type=int, default=18)
     part.add_argument("--since", type=int, default=1, help="code each step against so many steps before")
     part.add_argument("--rounds", type=int, default=3)
-    part.add_argument("--json", type=Path)
+    part.set_defaults(measure=encodings)
+    part = parts.add_parser("latency", help="seconds from the optimizer's step to verified weights")
+    part.add_argument("--target", choices=("folder", "memory"), default="folder", help="who follows")
+    part.add_argument("--run", default="dpo-1e-6")
+    part.add_argument("--gb", type=float, default=1.0)
+    part.add_argument("--ranks", type=int, default=8)
+    part.add_argument("--steps", type=int, default=7)
+    part.add_argument("--round-trip", type=float, default=0.05, help="seconds")
+    part.add_argument("--rate", type=float, default=100e6, help="bytes a second in each direction")
+    part.add_argument("--scratch", help="a folder with room for four times the model")
+    part.set_defaults(measure=latency)
+    part = parts.add_parser("requests", help="requests to a store for each step")
+    part.add_argument("--run", default="dpo-1e-6")
+    part.add_argument("--ranks", type=int, nargs="+", default=(1, 4))
+    part.add_argument("--steps", type=int, default=5)
+    part.set_defaults(measure=requests)
+    for part in parts.choices.values():
+        part.add_argument("--folder", type=Path, default=default_runs(), help="the runs of policy_runs.py")
+        part.add_argument("--json", type=Path)
     given = parser.parse_args()
     print(f"{platform.platform()}, {platform.processor() or platform.machine()}, Python {sys.version.split()[0]}")
     speeds = baselines()
     print(", ".join(f"{name} {speed:.1f} GB/s" for name, speed in speeds.items()))
-    rows = encodings(given)
+    rows = given.measure(given)
     if given.json:
-        given.json.write_text(json.dumps({"baselines": speeds, "rows": [asdict(row) for row in rows]}, indent=1))
+        given.json.write_text(json.dumps({"baselines": speeds, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":
