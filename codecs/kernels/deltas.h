@@ -81,6 +81,24 @@ i64 API(read_ans_steps)(const u16 *predicted, const u8 *which, i64 n, const u32 
                         const u32 *states, const u16 *words, i64 word_count, const u8 *bits, i64 bits_size, u16 *out,
                         u8 *scratch, i64 scratch_size);
 
+/* ---- masked_steps.c: words of 16-bit floats ---- */
+
+/* Fills the tables that the others take, and returns their size; fills nothing if there is less room. */
+i64 API(fill_masked_tables)(u8 *out, i64 room);
+/* Returns the number of bytes: 0 if nothing changed, `room` + 1 if more than an eighth did. `out` has 2 bytes for each value
+ * and 1024 more. */
+i64 API(write_masked_steps_scratch)(i64 n);
+i64 API(write_masked_steps)(const u16 *before, const u16 *after, i64 n, int mantissa_bits, const u8 *tables,
+                            i64 tables_size, u8 *out, i64 room, u8 *scratch, i64 scratch_size);
+/* `out` may be `before`. */
+i64 API(read_masked_steps_scratch)(i64 n);
+i64 API(read_masked_steps)(const u8 *data, i64 size, const u16 *before, i64 n, int mantissa_bits, const u8 *tables,
+                           i64 tables_size, u16 *out, u8 *scratch, i64 scratch_size);
+/* Returns the number of changes, or 0 if the bytes are damaged: their places in order, and the words there after the step. There
+ * is room for n; the scratch is that of read_masked_steps. */
+i64 API(list_masked_steps)(const u8 *data, i64 size, const u16 *before, i64 n, int mantissa_bits, const u8 *tables,
+                           i64 tables_size, i64 *places, u16 *words, i64 room, u8 *scratch, i64 scratch_size);
+
 /* ---- optimizer_steps.c: arrays of n floats; its head explains the orders of operations ---- */
 
 i64 API(infer_gradients)(const float *m0, const float *m1, i64 n, double gain, float *out);

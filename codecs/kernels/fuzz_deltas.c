@@ -67,6 +67,54 @@ static void fuzz_sparse_steps(void) {
     }
 }
 
+static void fuzz_masked_steps(void) {
+    static u8 *tables; /* of exact size, for all rounds: to fill them takes longer than a round */
+    i64 tables_size = CALL(fill_masked_tables)(NULL, 0), whole;
+    if (!tables) {
+        EXPECT(posix_memalign((void **)&tables, 64, (size_t)tables_size) == 0);
+        EXPECT(CALL(fill_masked_tables)(tables, tables_size) == tables_size);
+    }
+    FuzzHalves h = fuzz_halves();
+    i64 n = h.n, room = 2 * n + 1024, *places = exact(8 * n);
+    i64 few = one_in(3) ? 1 : 1 + random_below(20);
+    for (i64 i = 0; i < n; i++) h.actual[i] = one_in(few) ? h.actual[i] : h.predicted[i];
+    if (one_in(2)) /* exponents as weights have them */
+        for (i64 i = 0; i < n; i++) {
+            u16 step = (u16)(h.actual[i] - h.predicted[i]);
+            h.predicted[i] = (u16)((h.predicted[i] & 0x80FF) | (u16)(48 + random_below(16)) << 8);
+            h.actual[i] = (u16)(h.predicted[i] + step);
+        }
+    u8 *out = exact(room), *scratch = exact_scratch(CALL(write_masked_steps_scratch)(n), &whole);
+    u16 *decoded = exact(2 * n), *words = exact(2 * n);
+    i64 length = CALL(write_masked_steps)(h.predicted, h.actual, n, h.mantissa, tables, tables_size, out, room, scratch, whole);
+    EXPECT(length >= 0);
+    i64 changed = CALL(count_changed)(h.predicted, h.actual, n);
+    EXPECT(length ? length <= room || changed > n / 8 + 64 : !changed);
+    scratch = exact_scratch(CALL(read_masked_steps_scratch)(n), &whole);
+    if (!length || length > room) length = random_below(60), memcpy(out, random_bytes(length), (size_t)length);
+    else {
+        u8 *data = exact_copy(out, length);
+        EXPECT(READ(read_masked_steps)(data, length, h.predicted, n, h.mantissa, tables, tables_size, decoded, scratch, whole) == 1);
+        EXPECT(memcmp(decoded, h.actual, (size_t)n * 2) == 0);
+        EXPECT(READ(list_masked_steps)(data, length, h.predicted, n, h.mantissa, tables, tables_size, places, words, n, scratch,
+                                       whole) == changed);
+        for (i64 k = 0; k < changed; k++)
+            EXPECT(h.predicted[places[k]] != words[k] && h.actual[places[k]] == words[k] && (!k || places[k - 1] < places[k]));
+    }
+    for (int i = 0; i < 16; i++) {
+        i64 damaged;
+        u8 *data = mutate(out, length, 30, &damaged);
+        bool in_place = one_in(2);
+        memcpy(decoded, h.predicted, (size_t)n * 2);
+        i64 accepted = READ(read_masked_steps)(data, damaged, in_place ? decoded : h.predicted, n, h.mantissa, tables,
+                                               tables_size, decoded, scratch, whole);
+        i64 listed = READ(list_masked_steps)(data, damaged, h.predicted, n, h.mantissa, tables, tables_size, places, words, n,
+                                             scratch, whole);
+        EXPECT(accepted ? listed > 0 : !listed);
+        for (i64 k = 0; k < listed; k++) EXPECT(decoded[places[k]] == words[k]);
+    }
+}
+
 /* Weights that add up to 4096: as an encoder chooses them, or as a file may hold them. */
 static u32 *fuzz_step_weights(const u32 *counts, i64 buckets) {
     u32 *weights = exact(buckets * STEP_SYMBOLS * 4);
@@ -224,6 +272,7 @@ static void fuzz_optimizer_steps(void) {
 static void fuzz_deltas(void) {
     fuzz_rows();
     fuzz_sparse_steps();
+    fuzz_masked_steps();
     fuzz_ans_steps();
     fuzz_grid();
     fuzz_zigzags();

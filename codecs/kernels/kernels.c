@@ -20,6 +20,7 @@
 #include "class_masks.c"
 #include "sparse_steps.c"
 #include "ans_steps.c"
+#include "masked_steps.c"
 #include "zigzag.c"
 #include "contexts.c"
 #include "second_moments.c"

@@ -13,6 +13,7 @@ from ckpt_codecs.native.deltas import write_rows
 from ckpt_codecs.registry import delta_from_config
 from codec_chunks import Chunk, chunks
 from delta_cases import BF16, DELTAS, F32, decoded
+from oracle.masked_steps import Coder, gap_weights, size_weights
 
 DELTA_NAMES = {codec.name for codec in DELTAS}
 
@@ -34,7 +35,7 @@ def test_the_chunks_have_parts_of_every_kind() -> None:
                 forms.add(data[at + 1])
             at += struct.unpack_from("<I", data, 1 + 4 * i)[0]
     assert headers == set(range(8))
-    assert forms >= {1, kinds.FLOAT32_GRID, kinds.SPARSE_STEPS, kinds.ANS_STEPS}
+    assert forms >= {1, kinds.FLOAT32_GRID, kinds.SPARSE_STEPS, kinds.ANS_STEPS, kinds.MASKED_STEPS}
 
 
 # --- crafted parts
@@ -128,11 +129,41 @@ ROW = bytes([0, *bytes(108)])
 """A table of one symbol: no value changes."""
 
 
+def bits(*numbers: tuple[int, int]) -> bytes:
+    """Numbers of so many bits each, from the lowest up, in at least eight bytes."""
+    whole, at = 0, 0
+    for number, count in numbers:
+        whole, at = whole | number << at, at + count
+    return whole.to_bytes(max((at + 7) // 8, 8), "little")
+
+
+STATES_OF_ONE = Coder()
+STATES_OF_ONE.put(0, 0, size_weights(15))
+STATES_OF_ONE.put(0, 0, gap_weights(0))
+ONE_COUNT = ((0b0111, 4), (29, 5))
+ONE_STEP = (*ONE_COUNT, (0b101, 3), (0, 1), (0b01, 2), (0, 14), (0, 1))
+"""The first value of the first class, which has one change, is one unit greater."""
+
+
+def masked(content: bytes, least: int = 126, odd: int = 0x10000) -> bytes:
+    return bytes([kinds.MASKED_STEPS, least]) + content + struct.pack("<II", STATES_OF_ONE.states[0], odd)
+
+
 DAMAGED_FLOAT16 = {
     "changes without a head": one_part(bytes([kinds.SPARSE_STEPS, 0])),
     "changes without buckets": one_part(bytes([kinds.SPARSE_STEPS, 0, 0])),
     "changes in too many buckets": one_part(bytes([kinds.SPARSE_STEPS, 0, 17])),
     "changes that nobody reads": one_part(bytes([kinds.SPARSE_STEPS, 0, 1]) + b"\xff" * 4 * N),
+    "masked steps without states": one_part(masked(b"")[:9]),
+    "masked steps of nothing": one_part(masked(bits((0b0111, 4), (31, 5), (0, 15)))),
+    "more masked steps than values": one_part(masked(bits((4095, 12), (2 * (N + 1 - 64), 30)))),
+    "fewer than no masked steps": one_part(masked(bits((4095, 12), (129, 30)))),
+    "a scale of gaps below 0": one_part(masked(bits(*ONE_COUNT, (0b1011, 4)))),
+    "a scale of gaps that there is not": one_part(masked(bits(*ONE_COUNT, (4095, 12), (2 * 118, 30)))),
+    "masked steps that change nothing of their class": one_part(masked(bits(*ONE_STEP), least=0)),
+    "bits after masked steps": one_part(masked(bits(*ONE_STEP, (1, 1)))),
+    "bytes after masked steps": one_part(masked(bits(*ONE_STEP) + b"\0")),
+    "masked steps whose states lead elsewhere": one_part(masked(bits(*ONE_STEP), odd=0x10001)),
     "tables without a head": one_part(tables(ROW)[:10]),
     "tables without buckets": one_part(tables(b"")),
     "too many tables": one_part(tables(ROW * 17)),
@@ -151,6 +182,11 @@ DAMAGED_FLOAT16 = {
 
 def test_a_crafted_table_is_one_but_for_the_damage() -> None:
     assert survives(DELTAS[0], one_part(tables(ROW)), StatePair(FLOAT16, FLOAT16))
+
+
+def test_crafted_masked_steps_are_some_but_for_the_damage() -> None:
+    after = decoded(DELTAS[0], one_part(masked(bits(*ONE_STEP))), StatePair(FLOAT16, FLOAT16))["param"].view(np.uint16)
+    assert after.reshape(-1).tolist() == [0x3F01] + [0x3F00] * (N - 1)
 
 
 @pytest.mark.parametrize("what", DAMAGED_FLOAT16)

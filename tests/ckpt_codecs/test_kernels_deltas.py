@@ -14,6 +14,7 @@ import oracle.byte_rows
 import oracle.class_masks
 import oracle.contexts
 import oracle.float32_grid
+import oracle.masked_steps
 import oracle.optimizer_steps
 import oracle.second_moments
 import oracle.sparse_steps
@@ -32,6 +33,7 @@ TRIALS = Trials(
     oracle.byte_rows,
     oracle.class_masks,
     oracle.sparse_steps,
+    oracle.masked_steps,
     oracle.ans_steps,
     oracle.optimizer_steps,
 )
@@ -297,6 +299,69 @@ def _(random: np.random.Generator, n: int) -> Trial:
     out = np.empty(99 * n + 99, np.uint8)
     data = damaged(random, out[: TWINS.write_sparse_steps(*steps, out)])
     return lambda run: read_by(run.read_sparse_steps, np.empty(n, np.uint16), data, predicted, *buckets)
+
+
+@trial("fill_masked_tables")
+def _(random: np.random.Generator, n: int) -> Trial:
+    room = int(random.choice([n, 1 << 19]))
+
+    def fill(run: Engine) -> tuple[int, bytes]:
+        out = np.zeros(room // 8, np.uint64).view(np.uint8)
+        return run.fill_masked_tables(out), out.tobytes()
+
+    return fill
+
+
+def masked_words(random: np.random.Generator, n: int) -> tuple[Array, Array, int]:
+    """Words before and after, of which a part changes that is small as often as not, and the bits of mantissas."""
+    before, after = change(random, n, [np.uint16])
+    some = random.random(n) < random.choice([0.001, 0.02, 0.1, 0.3])
+    return before, np.where(some, after, before), int(random.choice([7, 10]))
+
+
+@trial("write_masked_steps")
+def _(random: np.random.Generator, n: int) -> Trial:
+    arguments = masked_words(random, n)
+
+    def write(run: Engine) -> Array | None:
+        data = run.write_masked_steps(*arguments)
+        return None if data is None else data.copy()
+
+    return write
+
+
+def masked(random: np.random.Generator, n: int) -> tuple[Array, Array, int, bytes | None]:
+    """Bytes, whole or damaged; the words before, the bits of mantissas, and the words after if the bytes are whole."""
+    before, after, mantissa = masked_words(random, n)
+    data = TWINS.write_masked_steps(before, after, mantissa)
+    coded = data is not None and data.size > 0
+    if not coded:
+        data = random.integers(0, 256, int(random.integers(40)), np.uint8)
+    hostile = damaged(random, data)
+    return hostile, before, mantissa, after.tobytes() if coded and hostile.tobytes() == data.tobytes() else None
+
+
+@trial("read_masked_steps")
+def _(random: np.random.Generator, n: int) -> Trial:
+    data, before, mantissa, expected = masked(random, n)
+
+    def read(run: Engine) -> Any:
+        result = read_by(
+            lambda data, out: run.read_masked_steps(data, before, mantissa, out), np.empty(n, np.uint16), data
+        )
+        assert expected is None or result == (True, expected)
+        in_place = before.copy()
+        assert run.read_masked_steps(data, in_place, mantissa, in_place) == result[0]
+        assert not result[0] or in_place.tobytes() == result[1]
+        return result
+
+    return read
+
+
+@trial("list_masked_steps")
+def _(random: np.random.Generator, n: int) -> Trial:
+    data, before, mantissa, _ = masked(random, n)
+    return lambda run: run.list_masked_steps(data, before, mantissa)
 
 
 @trial("count_step_symbols")

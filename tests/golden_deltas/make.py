@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_codecs.delta import StatePair, States, StepInfo
+from ckpt_codecs.delta import DeltaCodec, StatePair, States, StepInfo
+from ckpt_codecs.deltas.difference import Difference
 from ckpt_formats.core.tensor import Array
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "support"))
 
-from delta_cases import BF16, DELTAS, Case, adam, as_type, few_changes, fitted, momentum, only  # noqa: E402
+from delta_cases import BF16, DELTAS, F16, Case, adam, as_type, few_changes, fitted, momentum, only  # noqa: E402
 
 
 def chosen() -> Iterator[Case]:
@@ -61,6 +62,17 @@ def copies_that_change() -> tuple[StatePair, StatePair]:
     )
 
 
+def masked_steps() -> Iterator[tuple[str, StatePair]]:
+    """Weights of which few change, by steps of every size; of each class of exponents some."""
+    for dtype in (BF16, F16):
+        random = np.random.default_rng(7)
+        before = (random.normal(0, 1, (150, 64)) * np.exp2(random.uniform(-16, 0, (150, 64)))).astype(dtype)
+        after = before.copy().view(np.uint16)
+        steps = np.round(np.exp2(random.exponential(1.5, after.shape))) * random.choice([-1, 1], after.shape)
+        after += np.where(random.random(after.shape) < 0.06, steps, 0).astype(np.int64).astype(np.uint16)
+        yield f"masked-steps-{dtype.name}", StatePair({"param": before}, {"param": after.view(dtype)})
+
+
 def stored(side: str, states: States) -> dict[str, Array]:
     return {f"{side}-{name}": np.ascontiguousarray(v).reshape(-1).view(np.uint8) for name, v in states.items()}
 
@@ -70,23 +82,26 @@ def dtypes(states: States) -> dict[str, str]:
 
 
 def main(names: list[str]) -> None:
-    for name, change, step in chosen():
-        for codec in DELTAS:
-            called = f"{codec.name}-{name}"
-            target = HERE / f"{called}.npz"
-            if (names and called not in names) or target.exists():
-                continue
-            ready = fitted(codec, change, step)
-            about = {"codec": ready.config(), "before": dtypes(change.before), "after": dtypes(change.after)}
-            about["shape"] = next(iter(change.after.values())).shape
-            content = {
-                "about": np.array(json.dumps(about)),
-                **stored("before", change.before),
-                **stored("after", change.after),
-            }
-            content["chunk"] = np.frombuffer(ready.encode(change), np.uint8)
-            np.savez_compressed(target, allow_pickle=False, **content)
-            print(f"{target.name}: {content['chunk'].size} bytes")
+    cases: list[tuple[DeltaCodec, str, StatePair, StepInfo]] = [
+        *((codec, *case) for case in chosen() for codec in DELTAS),
+        *((Difference(speed="fast"), name, change, StepInfo()) for name, change in masked_steps()),
+    ]
+    for codec, name, change, step in cases:
+        called = f"{codec.name}-{name}"
+        target = HERE / f"{called}.npz"
+        if (names and called not in names) or target.exists():
+            continue
+        ready = fitted(codec, change, step)
+        about = {"codec": ready.config(), "before": dtypes(change.before), "after": dtypes(change.after)}
+        about["shape"] = next(iter(change.after.values())).shape
+        content = {
+            "about": np.array(json.dumps(about)),
+            **stored("before", change.before),
+            **stored("after", change.after),
+        }
+        content["chunk"] = np.frombuffer(ready.encode(change), np.uint8)
+        np.savez_compressed(target, allow_pickle=False, **content)
+        print(f"{target.name}: {content['chunk'].size} bytes")
 
 
 if __name__ == "__main__":

@@ -154,6 +154,9 @@ def _delta_chunks() -> Iterator[Chunk]:
         if name in _DELTA_CASES:
             for codec in DELTAS:
                 yield Chunk(f"{codec.name}:{name}", fitted(codec, change, step), change.before, change.after)
+            if name in ("copy-bfloat16", "few-changes"):
+                fast = delta_from_config({"name": "difference", "speed": "fast"})
+                yield Chunk(f"difference:{name}-fast", fast, change.before, change.after)
 
 
 def _lossy_chunks() -> Iterator[Chunk]:

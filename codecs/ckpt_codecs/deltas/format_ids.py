@@ -20,6 +20,7 @@ ROUNDED = 7
 FLOAT32_GRID = 16
 SPARSE_STEPS = 17
 ANS_STEPS = 18
+MASKED_STEPS = 19
 
 # The source of the units of a grid.
 CONSTANT_UNIT = 0

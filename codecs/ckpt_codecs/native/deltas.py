@@ -10,6 +10,7 @@ Raises:
 
 import ctypes
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
@@ -56,6 +57,21 @@ SIGNATURES = {
     "read_ans_steps": (
         *(INT64, ADDRESS, ADDRESS, INT64, ADDRESS, INT64, ADDRESS),
         *(ADDRESS, INT64, ADDRESS, INT64, ADDRESS, ADDRESS, INT64),
+    ),
+    "fill_masked_tables": (INT64, ADDRESS, INT64),
+    "write_masked_steps_scratch": (INT64, INT64),
+    "write_masked_steps": (
+        *(INT64, ADDRESS, ADDRESS, INT64, INT, ADDRESS, INT64),
+        *(ADDRESS, INT64, ADDRESS, INT64),
+    ),
+    "read_masked_steps_scratch": (INT64, INT64),
+    "read_masked_steps": (
+        *(INT64, ADDRESS, INT64, ADDRESS, INT64, INT, ADDRESS, INT64),
+        *(ADDRESS, ADDRESS, INT64),
+    ),
+    "list_masked_steps": (
+        *(INT64, ADDRESS, INT64, ADDRESS, INT64, INT, ADDRESS, INT64),
+        *(ADDRESS, ADDRESS, INT64, ADDRESS, INT64),
     ),
     "infer_gradients": (INT64, ADDRESS, ADDRESS, INT64, DOUBLE, ADDRESS),
     "infer_bfloat16_gradients": (INT64, ADDRESS, ADDRESS, INT64, DOUBLE, FLOAT, FLOAT, INT, ADDRESS),
@@ -397,6 +413,67 @@ def read_ans_steps(
             *(address(out, WORD16, writable=True), *scratch(kernels.read_ans_steps_scratch(n))),
         )
     )
+
+
+def fill_masked_tables(out: Array) -> int:
+    """Fill the tables of masked steps, and return how many bytes they have; fill nothing if `out` is smaller.
+
+    `out`: (m,) uint8.
+    """
+    return int(kernels.fill_masked_tables(address(out, BYTE, writable=True), out.size))
+
+
+@cache
+def _masked_tables() -> tuple[Array, int, int]:
+    """Return the tables with their address and size: the kernels store nothing between calls."""
+    tables = np.empty(fill_masked_tables(np.empty(0, np.uint8)) // 8, np.uint64).view(np.uint8)
+    fill_masked_tables(tables)
+    return tables, address(tables, BYTE), tables.size
+
+
+def write_masked_steps(before: Array, after: Array, mantissa_bits: int) -> Array | None:
+    """Return coded steps, (m,) uint8 in this thread's buffer, empty if nothing changed; None if too much changed.
+
+    `before`, `after`: (n,) uint16.
+    """
+    n = after.size
+    _check_sizes(n, before)
+    out = thread_buffer("changes", 2 * n + 1024)
+    used = kernels.write_masked_steps(
+        *(address(before, WORD16), address(after, WORD16), n, mantissa_bits, *_masked_tables()[1:]),
+        *(address(out, BYTE, writable=True), out.size, *scratch(kernels.write_masked_steps_scratch(n))),
+    )
+    return None if used > out.size else out[:used]
+
+
+def read_masked_steps(data: Array, before: Array, mantissa_bits: int, out: Array) -> bool:
+    """Fill `out` from the bytes of `write_masked_steps`, (m,) uint8; False if they do not belong to n values.
+
+    `before`, `out`: (n,) uint16; they may be the same array.
+    """
+    n = out.size
+    _check_sizes(n, before)
+    return bool(
+        kernels.read_masked_steps(
+            *(address(data, BYTE), data.size, address(before, WORD16), n, mantissa_bits, *_masked_tables()[1:]),
+            *(address(out, WORD16, writable=True), *scratch(kernels.read_masked_steps_scratch(n))),
+        )
+    )
+
+
+def list_masked_steps(data: Array, before: Array, mantissa_bits: int) -> tuple[Array, Array] | None:
+    """Return the places, (k,) int64 in ascending order, and the words there after the step, (k,) uint16.
+
+    None if the bytes of `write_masked_steps`, `data`, (m,) uint8, do not belong to n values. `before`: (n,) uint16.
+    """
+    n = before.size
+    places, words = thread_buffer("places", 8 * n).view(np.int64), thread_buffer("words", 2 * n).view(np.uint16)
+    count = kernels.list_masked_steps(
+        *(address(data, BYTE), data.size, address(before, WORD16), n, mantissa_bits, *_masked_tables()[1:]),
+        *(address(places, SIZE, writable=True), address(words, WORD16, writable=True), n),
+        *scratch(kernels.read_masked_steps_scratch(n)),
+    )
+    return (places[:count].copy(), words[:count].copy()) if count else None
 
 
 # --- steps of optimizers: `codecs/kernels/optimizer_steps.c` explains the orders of operations

@@ -5,9 +5,9 @@ import numpy as np
 from ckpt_codecs.base import Array, Bytes, DType
 from ckpt_codecs.chunk.frame import MAX_ELEMENTS, ChunkWriter, read_chunk
 from ckpt_codecs.chunk.streams import LEVELS, CodingLevel
-from ckpt_codecs.deltas.format_ids import ANS_STEPS, CONSTANT_UNIT, FLOAT32_GRID, SPARSE_STEPS
+from ckpt_codecs.deltas.format_ids import ANS_STEPS, CONSTANT_UNIT, FLOAT32_GRID, MASKED_STEPS, SPARSE_STEPS
 from ckpt_codecs.deltas.residuals.exponent_buckets import MANTISSA_BITS
-from ckpt_codecs.deltas.residuals.float16 import decode_float16, encode_float16
+from ckpt_codecs.deltas.residuals.float16 import decode_float16, encode_float16, encode_float16_fast
 from ckpt_codecs.deltas.residuals.float32_grid import best_shift, decode_grid, encode_grid
 from ckpt_codecs.deltas.residuals.second_moments import SecondMoments
 from ckpt_codecs.deltas.unpredicted import sample_runs
@@ -18,6 +18,8 @@ MIN_GRID_VALUES = 512
 """Values of float32 from which on a grid is tried."""
 MIN_FLOAT16_VALUES = 16
 """Values of 16 bits from which on the forms for these are tried."""
+FLOAT16_FORMS = (SPARSE_STEPS, ANS_STEPS, MASKED_STEPS)
+"""The forms of residuals of 16-bit floats."""
 MAX_SMALL_PLANES = 2
 """Planes of differences of float32 up to which a grid cannot save anything."""
 
@@ -30,6 +32,7 @@ def encode_residual(
     second_moments: SecondMoments,
     source: int = CONSTANT_UNIT,
     contexts: bool = False,
+    fast: bool = False,
 ) -> bytes | None:
     """Return residuals in the form that suits; None if the values by themselves take fewer bytes.
 
@@ -37,12 +40,14 @@ def encode_residual(
         predicted, actual: (n,) uint8, uint16, uint32 or uint64: the bits of values of `dtype`.
         source: Where the units of a grid come from.
         contexts: Use contexts for the symbols of a grid.
+        fast: Use masked steps for 16-bit floats of which few change.
     """
     coding_level, size = LEVELS[level], actual.size
     if size > MAX_ELEMENTS:
         return None
     if dtype.name in MANTISSA_BITS and size >= MIN_FLOAT16_VALUES:
-        residuals = encode_float16(predicted, actual, MANTISSA_BITS[dtype.name])
+        encode = encode_float16_fast if fast else encode_float16
+        residuals = encode(predicted, actual, MANTISSA_BITS[dtype.name])
         if residuals is not None:
             return residuals
     planes = (deltas.zigzag_bits(predicted, actual) + 7) // 8
@@ -69,8 +74,9 @@ def decode_residual(data: Bytes, predicted: Array, dtype: DType, second_moments:
         return decode_zigzags(data, predicted)
     if data[0] == FLOAT32_GRID:
         return decode_grid(data, predicted, second_moments)
-    if data[0] in (SPARSE_STEPS, ANS_STEPS) and dtype.name in MANTISSA_BITS:
-        return decode_float16(data, predicted, MANTISSA_BITS[dtype.name])
+    if data[0] in FLOAT16_FORMS and dtype.name in MANTISSA_BITS:
+        decode_float16(data, predicted, MANTISSA_BITS[dtype.name], actual := np.empty_like(predicted))
+        return actual
     raise CodecError(f"a part has no residuals of form {data[0]}")
 
 

@@ -9,7 +9,7 @@ from struct import Struct
 import numpy as np
 
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.deltas.format_ids import ANS_STEPS, MAX_BUCKETS, SPARSE_STEPS
+from ckpt_codecs.deltas.format_ids import ANS_STEPS, MASKED_STEPS, MAX_BUCKETS, SPARSE_STEPS
 from ckpt_codecs.deltas.residuals.exponent_buckets import ExponentBuckets, bucket_of, buckets_for
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.native import deltas
@@ -21,6 +21,8 @@ MAX_SPARSE_VALUES = 1 << 13
 """Values up to which tables of weights save less than they take."""
 FEW_BUCKETS = 8
 """Buckets of so few values."""
+MAX_TRIED_NBYTES = 256
+"""Bytes of masked steps below which sparse steps, whose head is smaller, are tried, too."""
 SPARSE_HEAD = Struct("<BBB")
 """Of sparse steps: form, least exponent, number of buckets."""
 GAP_OCTAVES = 2
@@ -56,17 +58,37 @@ def encode_float16(predicted: Array, actual: Array, mantissa_bits: int) -> bytes
     return _encode_ans_steps(predicted, actual, buckets)
 
 
-def decode_float16(data: Bytes, predicted: Array, mantissa_bits: int) -> Array:
-    """Return the actual bits, (n,) uint16. `predicted`: (n,) uint16.
+def encode_float16_fast(predicted: Array, actual: Array, mantissa_bits: int) -> bytes | None:
+    """Return residuals of `actual`, (n,) uint16, as masked steps where these suit; else those of `encode_float16`.
 
-    `data`: untrusted bytes; the first one is SPARSE_STEPS or ANS_STEPS.
+    `predicted`: (n,) uint16. `mantissa_bits`: 7 for bfloat16, 10 for float16.
+    """
+    steps = deltas.write_masked_steps(predicted, actual, mantissa_bits)
+    if steps is None:
+        return encode_float16(predicted, actual, mantissa_bits)
+    if not steps.size:
+        return bytes([0])
+    residuals = bytes([MASKED_STEPS]) + steps.tobytes()
+    if len(residuals) >= MAX_TRIED_NBYTES:
+        return residuals
+    return min(encode_float16(predicted, actual, mantissa_bits) or residuals, residuals, key=len)
+
+
+def decode_float16(data: Bytes, predicted: Array, mantissa_bits: int, out: Array) -> None:
+    """Fill `out`, (n,) uint16, with the actual bits. `predicted`: (n,) uint16, which may be `out`.
+
+    `data`: untrusted bytes; the first one is SPARSE_STEPS, ANS_STEPS or MASKED_STEPS.
 
     Raises:
-        CodecError: The residuals are damaged.
+        CodecError: The residuals are damaged. `out` is then undefined.
     """
-    if data[0] == SPARSE_STEPS:
-        return _decode_sparse_steps(data, predicted, mantissa_bits)
-    return _decode_ans_steps(data, predicted, mantissa_bits)
+    if data[0] == MASKED_STEPS:
+        if not deltas.read_masked_steps(np.frombuffer(data, np.uint8, offset=1), predicted, mantissa_bits, out):
+            raise CodecError("residuals of masked steps are damaged")
+    elif data[0] == SPARSE_STEPS:
+        _decode_sparse_steps(data, predicted, mantissa_bits, out)
+    else:
+        _decode_ans_steps(data, predicted, mantissa_bits, out)
 
 
 def _encode_sparse_steps(predicted: Array, actual: Array, buckets: ExponentBuckets, changed: int) -> bytes | None:
@@ -84,8 +106,8 @@ def _encode_sparse_steps(predicted: Array, actual: Array, buckets: ExponentBucke
     return None if nbytes > out.size else head + out[:nbytes].tobytes()
 
 
-def _decode_sparse_steps(data: Bytes, predicted: Array, mantissa_bits: int) -> Array:
-    """Return the actual bits, (n,) uint16. `data`: untrusted bytes. `predicted`: (n,) uint16.
+def _decode_sparse_steps(data: Bytes, predicted: Array, mantissa_bits: int, out: Array) -> None:
+    """Fill `out`, (n,) uint16, with the actual bits. `data`: untrusted bytes. `predicted`: (n,) uint16.
 
     Raises:
         CodecError: The residuals are damaged.
@@ -95,10 +117,9 @@ def _decode_sparse_steps(data: Bytes, predicted: Array, mantissa_bits: int) -> A
     _, min_exponent, count = SPARSE_HEAD.unpack_from(data)
     if not 1 <= count <= MAX_BUCKETS:
         raise CodecError("the head of residuals of sparse steps is damaged")
-    content, actual = np.frombuffer(data, np.uint8, offset=SPARSE_HEAD.size), np.empty_like(predicted)
-    if not deltas.read_sparse_steps(content, predicted, mantissa_bits, min_exponent, count, actual):
+    content = np.frombuffer(data, np.uint8, offset=SPARSE_HEAD.size)
+    if not deltas.read_sparse_steps(content, predicted, mantissa_bits, min_exponent, count, out):
         raise CodecError("residuals of sparse steps are damaged")
-    return actual
 
 
 def _encode_ans_steps(predicted: Array, actual: Array, buckets: ExponentBuckets) -> bytes | None:
@@ -117,8 +138,8 @@ def _encode_ans_steps(predicted: Array, actual: Array, buckets: ExponentBuckets)
     return residuals if len(residuals) < actual.nbytes else None
 
 
-def _decode_ans_steps(data: Bytes, predicted: Array, mantissa_bits: int) -> Array:
-    """Return the actual bits, (n,) uint16. `data`: untrusted bytes. `predicted`: (n,) uint16.
+def _decode_ans_steps(data: Bytes, predicted: Array, mantissa_bits: int, out: Array) -> None:
+    """Fill `out`, (n,) uint16, with the actual bits. `data`: untrusted bytes. `predicted`: (n,) uint16.
 
     Raises:
         CodecError: The residuals are damaged.
@@ -138,10 +159,8 @@ def _decode_ans_steps(data: Bytes, predicted: Array, mantissa_bits: int) -> Arra
     which = bucket_of(predicted, ExponentBuckets(mantissa_bits, min_exponent, count))
     states = content[states_start:words_start].copy().view(np.uint32)
     words = content[words_start:bits_start].copy().view(np.uint16)
-    actual = np.empty_like(predicted)
-    if not deltas.read_ans_steps(predicted, which, _weights(rows), states, words, content[bits_start:], actual):
+    if not deltas.read_ans_steps(predicted, which, _weights(rows), states, words, content[bits_start:], out):
         raise CodecError("residuals of ANS steps are damaged")
-    return actual
 
 
 def _table_rows(counts: Array) -> Array:
