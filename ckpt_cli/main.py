@@ -42,6 +42,7 @@ COMMANDS = {
     "append": "ckpt_cli.commands.append:append",
     "restore": "ckpt_cli.commands.restore:restore",
     "shadow": "ckpt_cli.commands.shadow:shadow",
+    "publish": "ckpt_cli.commands.publish:publish",
     "serve": "ckpt_cli.commands.serve:serve",
     "log": "ckpt_cli.commands.log:log",
     "compact": "ckpt_cli.commands.compact:compact",

@@ -20,7 +20,7 @@ from ckpt.publishing.publication import (
 )
 from ckpt.publishing.rank_buffers import EncodedShare, RankBuffers
 from ckpt.publishing.retention import KeepSteps, remove_unneeded
-from ckpt.publishing.source import Names, PublishedSource, published_source
+from ckpt.publishing.source import ExportedModel, Names, exported_model
 from ckpt.reading import Reading
 from ckpt_formats.core.arguments import Count, LocalPath, StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -128,7 +128,7 @@ def publish(
     own_step = _step(checkpoint, step)
     load_kernels()
     source, _ = _source(checkpoint, run, names, dtype, config, signing_key)
-    earlier = None if before is None else published_source(before, names, dtype, config).divided_as(source.model)
+    earlier = None if before is None else exported_model(before, names, dtype, config).divided_as(source.model)
     with (
         interruptible(count_to(source.model.nbytes, progress)) as count,
         open_publication(run, source.model, signing_key, execution.locks, source.files) as publication,
@@ -200,7 +200,7 @@ class _Publishing:
     """The values of a checkpoint on their way into a chain, one share after another."""
 
     def __init__(
-        self, publication: Publication, source: PublishedSource, before: PublishedSource | None, resources: Execution
+        self, publication: Publication, source: ExportedModel, before: ExportedModel | None, resources: Execution
     ) -> None:
         self._publication, self._source, self._before, self._resources = publication, source, before, resources
 
@@ -285,7 +285,7 @@ class _Publishing:
             buffers.apply(read[0], share, record.is_base, path)
 
 
-def _fill(buffers: RankBuffers, source: PublishedSource, rank: int, reading: Reading) -> None:
+def _fill(buffers: RankBuffers, source: ExportedModel, rank: int, reading: Reading) -> None:
     """Fill the next values of a rank."""
     pieces = range(len(source.model.pieces[rank]))
     reading.fill(block for piece in pieces for block in source.blocks(rank, piece, buffers.piece(piece)))
@@ -298,9 +298,9 @@ def _source(
     dtype: str | None,
     config: LocalPath | None,
     signing_key: bytes | None,
-) -> tuple[PublishedSource, LastStep | None]:
+) -> tuple[ExportedModel, LastStep | None]:
     """What is published, divided among ranks as the last step is, and that step."""
-    source = published_source(checkpoint, names, dtype, config, signing_key is not None)
+    source = exported_model(checkpoint, names, dtype, config, signing_key is not None)
     last = last_step(run, signing_key)
     return (source if last is None else source.divided_as(last.model)), last
 

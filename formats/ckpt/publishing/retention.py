@@ -36,10 +36,10 @@ def remove_unneeded(publication: Publication, keep: KeepSteps, grace: float = GR
     stems = {key: key.rpartition("/")[2].removesuffix(".json") for key in entries}
     steps = {name: key for key in entries if key.startswith("steps/") and (name := parse_name(stems[key]))}
     names = sorted(steps)
-    settled = [name for name in names if steps[name] in old]
-    if not settled:
+    superseded = [name for name in names if steps[name] in old]
+    if not superseded:
         return 0
-    of_epoch = [name for name in settled if name.epoch == settled[-1].epoch]
+    of_epoch = [name for name in superseded if name.epoch == superseded[-1].epoch]
     first = _base_of(publication, of_epoch, of_epoch[-int(keep.partition(":")[2]) :][0])
     needed = {steps[name] for name in names if name >= first}
     for key in entries:

@@ -41,7 +41,7 @@ _MAX_NBYTES = 4 * SHARE_NBYTES
 
 
 @dataclass(frozen=True, eq=False)
-class PublishedSource:
+class ExportedModel:
     """The tensors and files that are published of a checkpoint. Nothing is read of the tensors."""
 
     checkpoint: Checkpoint
@@ -67,7 +67,7 @@ class PublishedSource:
             )
             at += box.size
 
-    def divided_as(self, other: PublishedModel) -> "PublishedSource":
+    def divided_as(self, other: PublishedModel) -> "ExportedModel":
         """The source, divided among the ranks of another model, if that has the same tensors and no rank is too large.
 
         So a delta can be coded against a state that several ranks have published.
@@ -82,13 +82,13 @@ class PublishedSource:
         return replace(self, tensors=tuple(weights[one.name] for one in other.tensors), model=model)
 
 
-def published_source(
+def exported_model(
     checkpoint: Checkpoint,
     names: Names = "hf",
     dtype: str | None = None,
     config: LocalPath | None = None,
     is_signed: bool = False,
-) -> PublishedSource:
+) -> ExportedModel:
     """What is published of a checkpoint.
 
     Args:
@@ -134,7 +134,7 @@ def published_source(
     model = PublishedModel(tuple(published), _divided(published), _refs(files, is_signed), aliases)
     more = (Notice("files with such a name", tuple(left_out)),) if left_out else ()
     notices = dict.fromkeys((*prepared.notices, *plan.notes, *plan.dropped, *more))
-    return PublishedSource(prepared, tuple(tensors), files, model, tuple(notices))
+    return ExportedModel(prepared, tuple(tensors), files, model, tuple(notices))
 
 
 def _bytes_of(content: SideFile, tensors: tuple[Tensor, ...], name: str) -> bytes:

@@ -14,7 +14,8 @@ import xxhash
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.core.claims import MAX_RANKS
-from ckpt_formats.core.errors import CorruptError, UnsupportedError
+from ckpt_formats.core.errors import CorruptError, InvalidArgumentError, UnsupportedError
+from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.values import is_natural
 from ckpt_formats.core.version import WRITTEN_BY
 
@@ -36,6 +37,8 @@ OBJECT_KEY = re.compile(rf"{FOLDER}/objects/([0-9a-f]{{32}})")
 """The key of an object, whose name is the hash of its bytes."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SIGNATURE = re.compile(rb"hmac-sha256:([0-9a-f]{64})\n")
+_MIN_KEY, _MAX_KEY = 16, 1 << 10
+"""Bytes of a key."""
 _SIGNATURE_NBYTES = len("hmac-sha256:\n") + 64
 
 
@@ -259,6 +262,21 @@ class Head:
             check.true(valid and one[0] < one[1] <= name.step, "folds: not the steps before and after one")
         nbytes = (check.natural(fields, key) for key in ("base_nbytes", "delta_nbytes"))
         return cls(RecordRef(name, fields["record"]), base, tuple((one[0], one[1]) for one in folds), *nbytes)
+
+
+def read_signing_key(path: Path) -> bytes:
+    """The key in a file: all its bytes, but for line ends after them.
+
+    Raises `InvalidArgumentError` unless they are 16 to 1,024 bytes, `NotFoundError` if there is no such file.
+    """
+    key = read_whole(path, _MAX_KEY).rstrip(b"\r\n")
+    if len(key) < _MIN_KEY:
+        raise InvalidArgumentError(
+            f"a key of {len(key)} bytes is too short: it has at least {_MIN_KEY}",
+            where=path,
+            hint="Make one: openssl rand -hex 32 > FILE",
+        )
+    return key
 
 
 def sign(data: bytes, signing_key: bytes | None) -> bytes:
