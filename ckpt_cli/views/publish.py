@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ckpt.pipeline import Execution
-from ckpt.publishing.publish import PublishPlan, PublishResult, plan_publish
+from ckpt.publishing.publish import PublishedCheckpoint, PublishPlan, plan_publish
 from ckpt.publishing.publish import publish as publish_checkpoint
 from ckpt.publishing.watch import SkippedCheckpoint, publish_each
 from ckpt_cli import notes
@@ -85,7 +85,7 @@ def _key(given: PublishOptions) -> bytes | None:
     return None if given.key is None else read_signing_key(given.key)
 
 
-def _show(result: PublishResult, as_json: bool) -> None:
+def _show(result: PublishedCheckpoint, as_json: bool) -> None:
     if as_json:
         report.data(
             {

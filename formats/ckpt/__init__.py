@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ckpt.opening import open
     from ckpt.pipeline import Resources
     from ckpt.pipeline.targets import clean
+    from ckpt.publishing.publish import publish
+    from ckpt.publishing.watch import publish_each
     from ckpt.reading import Reading
     from ckpt.rename import use_names
     from ckpt.shadow.shadow import Shadow
@@ -74,6 +76,8 @@ _NAMES = {
     "ckpt.opening": ("open",),
     "ckpt.pipeline": ("Resources",),
     "ckpt.pipeline.targets": ("clean",),
+    "ckpt.publishing.publish": ("publish",),
+    "ckpt.publishing.watch": ("publish_each",),
     "ckpt.reading": ("Reading",),
     "ckpt.rename": ("use_names",),
     "ckpt.shadow.shadow": ("Shadow",),
@@ -147,6 +151,8 @@ __all__ = [
     "open",
     "partial",
     "planning",
+    "publish",
+    "publish_each",
     "save",
     "seal",
     "types",

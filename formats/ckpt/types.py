@@ -15,6 +15,8 @@ from ckpt.pipeline import Result
 from ckpt.pipeline.cluster.distribute import ClusterStatus
 from ckpt.pipeline.planned_reads import StoreReads
 from ckpt.pipeline.targets import Removed
+from ckpt.publishing.publish import PublishedCheckpoint
+from ckpt.publishing.watch import SkippedCheckpoint
 from ckpt.reading import Verification
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.mirror import LogMirror
@@ -63,6 +65,7 @@ __all__ = [
     "PartOfState",
     "Plan",
     "Progress",
+    "PublishedCheckpoint",
     "Removed",
     "Report",
     "Result",
@@ -70,6 +73,7 @@ __all__ = [
     "ShadowStatus",
     "ShardBlock",
     "SharedPacks",
+    "SkippedCheckpoint",
     "SourceFile",
     "StateKeys",
     "StatePart",

@@ -152,6 +152,10 @@ ODD: dict[str, Odd] = {
     "a model as an adapter": Odd("merge-lora a.pt other.pt out", 10, ("other.pt", "adapter_config.json")),
     "a delta against a file of torch": Odd("diff a.pt epoch1.ckpt -o out", 22, ("a.pt", "ckpt compress")),
     "an earlier step at the end of a chain": Odd("append run.chain run.chain@12", 22, ("12", "16")),
+    "steps published into a chain of checkpoints": Odd(
+        "publish a.pt run.chain --names as-is --step 3", 22, ("append",)
+    ),
+    "names that are not known": Odd("publish a.pt new.chain --step 3", 22, ("--config", "--names as-is")),
     "a chain of another model": Odd("append run.chain a.pt", 22, ("--step",)),
     "a state where a chain must be": Odd("compact u --keep last:1", 10, ("not a chain", "ckpt append")),
 }

@@ -36,7 +36,7 @@ PublishedKind = Literal["base", "delta", "unchanged"]
 
 
 @dataclass(frozen=True)
-class PublishResult:
+class PublishedCheckpoint:
     """A step as it is published."""
 
     path: Path
@@ -95,7 +95,7 @@ def publish(
     resources: Resources | None = None,
     locks: bool = True,
     progress: AnyProgress | None = None,
-) -> PublishResult:
+) -> PublishedCheckpoint:
     """Publish the weights of a checkpoint as the next step of a chain, for all that follow it.
 
     The tensors and files are those that `save(checkpoint.cast(dtype), folder, "hf")` would write. The first step
@@ -148,7 +148,7 @@ def publish(
             assert publication.record is not None
             record, changed, kind = publication.record, encoded.changed, "base" if encoded.bases else "delta"
             removed = 0 if keep is None else remove_unneeded(publication, keep)
-    return PublishResult(
+    return PublishedCheckpoint(
         run,
         record.name.epoch,
         own_step,

@@ -133,7 +133,7 @@ def exported_model(
     aliases = {} if names == "hf" else {new: old for new, old in prepared.aliases.items() if old in names_of}
     model = PublishedModel(tuple(published), _divided(published), _refs(files, is_signed), aliases)
     more = (Notice("files with such a name", tuple(left_out)),) if left_out else ()
-    notices = dict.fromkeys((*prepared.notices, *plan.notes, *plan.dropped, *more))
+    notices = dict.fromkeys((*prepared.notices, *plan.notes, *more))
     return ExportedModel(prepared, tuple(tensors), files, model, tuple(notices))
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from ckpt.job import AnyProgress
 from ckpt.pipeline import Resources
 from ckpt.publishing.publication import last_step
-from ckpt.publishing.publish import PublishResult, publish
+from ckpt.publishing.publish import PublishedCheckpoint, publish
 from ckpt.publishing.retention import KeepSteps
 from ckpt.publishing.source import Names
 from ckpt_formats.core.arguments import LocalPath, Range, StrPath, checked
@@ -51,7 +51,7 @@ def publish_each(
     locks: bool = True,
     stop: threading.Event | None = None,
     progress: AnyProgress | None = None,
-) -> Iterator[PublishResult | SkippedCheckpoint]:
+) -> Iterator[PublishedCheckpoint | SkippedCheckpoint]:
     """Publish each checkpoint that becomes complete in the folder of a run, in the order of their steps, until `stop`.
 
     A checkpoint is complete when all its parts are there, and none of its files changed for `every` seconds. Those that
