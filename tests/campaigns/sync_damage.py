@@ -4,7 +4,8 @@ A chain of two epochs, with bases, folds and three ranks, is damaged: bits of a 
 lengthened, emptied or lost; two files of a kind are swapped; one has the bytes of another; the head is an older one, or
 that of the other epoch. Some rounds damage several files. `reader` opens each step; `follower` holds an earlier step in
 memory and updates. Both give the bits that were published or an error of ours. A follower never goes back within an
-epoch, holds what it held after an error, and comes to the last step once the chain is whole again.
+epoch, holds what it held after an error, and comes to the last step once the chain is whole again. In rounds named
+`forged`, somebody without the key of the run publishes: a follower that has the key never holds that.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,9 +55,9 @@ def weights_at(step: int, branch: int = 0) -> Weights:
 class PublishedHistory:
     """A chain in a folder, and its files after each step that was published."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key: bytes | None = None) -> None:
         self.folder = folder / "policy.chain"
-        self.run = PublishedRun(self.folder, weights_at(1), RANKS, files={"config.json": b'{"model_type": "x"}'})
+        self.run = PublishedRun(self.folder, weights_at(1), RANKS, key, {"config.json": b'{"model_type": "x"}'})
         self.files: dict[StepName, Files] = {}
         for step in range(1, 8):
             self._publish(step, 0, base=step == 4)
@@ -66,14 +68,14 @@ class PublishedHistory:
             self._publish(step, 1)
             if step in (7, 9):
                 self.run.fold(step - 2, step)
-        self.files[LAST] = self._read()
+        self.files[LAST] = self.read()
         self.heads = {name: files[HEAD] for name, files in self.files.items()}
 
     def _publish(self, step: int, branch: int, base: bool = False) -> None:
         self.run.publish(step, weights_at(step, branch), base)
-        self.files[StepName(self.run.epoch, step)] = self._read()
+        self.files[StepName(self.run.epoch, step)] = self.read()
 
-    def _read(self) -> Files:
+    def read(self) -> Files:
         paths = (path for path in self.folder.rglob("*") if path.is_file())
         return {path.relative_to(self.folder).as_posix(): path.read_bytes() for path in paths}
 
@@ -216,6 +218,33 @@ class DamagedChain:
             self.check(follower, follower.update(), LAST)
         return seen
 
+    def forge(self) -> Counter[str]:
+        """Let somebody without the key publish other weights, with all hashes right, to followers with the key."""
+        history, key = self.history, self.history.run.key
+        last = self.generator.choice(sorted(self.states))
+        kind = self.generator.choice(("delta", "base", "epoch", "same step"))
+        forger = copy(history.run)
+        forger.key = self.generator.choice((None, b"the key of a stranger"))
+        forger.states, forger.refs, forger.last = dict(forger.states), dict(forger.refs), last
+        forger.epoch, forger.folds, forger.base = last.epoch + 5 * (kind == "epoch"), [], StepName(last.epoch, 4)
+        history.place(history.files[last])
+        forger.publish(last.step + (kind != "same step"), weights_at(3, 7), base=kind == "base")
+        files, seen = history.read(), Counter[str]()
+        if self.generator.random() < 0.3:
+            files[HEAD], kind = history.files[last][HEAD], f"{kind}, true head"
+        history.place(history.files[last])
+        with Follower(history.folder, key=key, patience=PATIENCE) as follower:
+            self.check(follower, follower.update(), last)
+            history.place(files)
+            for one in (follower, Follower(history.folder, key=key, patience=PATIENCE)):
+                try:
+                    one.update()
+                except CkptError as error:
+                    seen[f"{kind}: {type(error).__name__}"] += 1
+                if one.step is not None:
+                    self.check(one, one.step, last)
+        return seen
+
     def check(self, follower: Follower, step: FollowedStep, name: StepName | None) -> None:
         assert name is not None
         assert (step.epoch, step.step) == (name.epoch, name.step), f"{step}, not {name}"
@@ -234,4 +263,7 @@ def rounds(folder: Path, seed: int) -> Iterator[Round]:
     chain = DamagedChain(PublishedHistory(folder), random.Random(seed))
     ways = {"reader": chain.read, "follower": chain.follow}
     kinds = (*DAMAGES, "old head")
-    yield from alternated({f"{who}, {kind}": partial(way, kind) for kind in kinds for who, way in ways.items()})
+    works = {f"{who}, {kind}": partial(way, kind) for kind in kinds for who, way in ways.items()}
+    (folder / "signed").mkdir()
+    signed = DamagedChain(PublishedHistory(folder / "signed", b"the key of the run"), random.Random(seed))
+    yield from alternated({**works, "follower, forged": signed.forge})
