@@ -12,15 +12,12 @@ the rest            the chunks, without gaps, as docs/delta-codecs.md has them, 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 
-from ckpt_codecs.delta import StatePair
-from ckpt_codecs.deltas.difference import Difference
+from ckpt_codecs.deltas import single_state
 from ckpt_codecs.errors import CodecError
-from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.universal.published.records import RankShare, hash_bytes
@@ -28,8 +25,6 @@ from ckpt_formats.universal.published.records import RankShare, hash_bytes
 MAGIC = b"CKPTSHR1"
 HEAD_NBYTES = len(MAGIC) + 4
 _ROW_NBYTES = 4 + 16
-_STATE = "param"
-_CODEC = Difference()
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +95,8 @@ def encode_chunk(before: Array | None, after: Array) -> bytes:
 
     before, after: (n,) of one dtype, contiguous.
     """
-    if before is not None and before.tobytes() == after.tobytes():
-        return b""
-    return _CODEC.encode(StatePair({} if before is None else {_STATE: before}, {_STATE: after}))
+    data = single_state.encode_chunk(before, after)
+    return b"" if before is not None and data == single_state.UNCHANGED_CHUNK else data
 
 
 def decode_chunk(data: bytes | memoryview, before: Array | None, out: Array, where: Path) -> None:
@@ -117,12 +111,7 @@ def decode_chunk(data: bytes | memoryview, before: Array | None, out: Array, whe
         if out is not before:
             out[...] = before
         return
-    form: dict[str, DType] = {_STATE: out.dtype}
-    earlier: dict[str, Array] = {} if before is None else {_STATE: before}
     try:
-        decoded: Any = _CODEC.decode(bytes(data), earlier, out.shape, form).get(_STATE)
+        single_state.decode_chunk(data, before, out)
     except CodecError as error:
         raise CorruptError(f"a chunk cannot be decoded: {error}", where=where) from None
-    if decoded is None or decoded.shape != out.shape or decoded.dtype != out.dtype:
-        raise CorruptError("a chunk does not come out in its shape and type", where=where)
-    out[...] = decoded
