@@ -1,4 +1,4 @@
-"""Bring published steps into the inference servers of vLLM, SGLang and prime-rl.
+"""Bring published steps into the inference servers of vLLM, SGLang and prime-rl: docs/weight-sync.md.
 
 Names are imported on first use, because most of them need no torch.
 """
@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt_serving.posting import EngineError
     from ckpt_serving.reloads import ServedStep, reload_engines
+    from ckpt_serving.vllm_updates import update_live
 
-__all__ = ["EngineError", "ServedStep", "reload_engines"]
+__all__ = ["EngineError", "ServedStep", "reload_engines", "update_live"]
 
 _MODULES = {
     "EngineError": "ckpt_serving.posting",
     "ServedStep": "ckpt_serving.reloads",
     "reload_engines": "ckpt_serving.reloads",
+    "update_live": "ckpt_serving.vllm_updates",
 }
 
 

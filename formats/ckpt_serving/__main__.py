@@ -1,8 +1,11 @@
 """`python -m ckpt_serving ENGINE URL…`: let inference servers load the folder of `ckpt follow --exec`.
 
-ckpt follow CHAIN TARGET --exec "python -m ckpt_serving vllm http://localhost:8000"
+    ckpt follow CHAIN TARGET --exec "python -m ckpt_serving vllm http://localhost:8000"
+
+`python -m ckpt_serving vllm-live CHAIN URL…`: let vLLM's workers follow the chain themselves, without a folder.
 """
 
+import os
 import sys
 
 from ckpt_formats.core.errors import CkptError
@@ -15,12 +18,23 @@ arguments. CKPT_ENGINE_KEY is sent as their API key."""
 
 def main(arguments: list[str]) -> int:
     """Run one command, and return its exit code."""
+    key = os.environ.get("CKPT_ENGINE_KEY")
     match arguments:
+        case ["vllm-live", chain, first, *others]:
+            from ckpt_serving.vllm_updates import update_live
+
+            try:
+                update_live(
+                    chain, [first, *others], api_key=key, report=lambda step: print(f"step {step.step}", flush=True)
+                )
+            except CkptError as error:
+                return _fail(error)
+            return 0
         case [engine, first, *others] if not engine.startswith("-"):
             from ckpt_serving.reloads import ServedStep, reload_engines
 
             try:
-                errors = reload_engines(engine, [first, *others], ServedStep.from_environment())
+                errors = reload_engines(engine, [first, *others], ServedStep.from_variables(os.environ), api_key=key)
             except CkptError as error:
                 _fail(error)
                 return 2

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from os import environ
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,8 +12,6 @@ from ckpt_formats.core.text import printable
 
 POST_SECONDS = 1800.0
 """A large model is loaded within one request."""
-API_KEY = "CKPT_ENGINE_KEY"
-"""The variable of the environment with the servers' API key, if they need one."""
 _MAX_ANSWER = 1 << 20
 _SHOWN = 300
 """Characters of an answer in a message."""
@@ -35,23 +32,26 @@ class EngineRequest:
     """Whether the weights may be of two steps if it fails."""
 
 
-def send_requests(url: str, requests: Sequence[EngineRequest], seconds: float = POST_SECONDS) -> None:
+def send_requests(
+    url: str, requests: Sequence[EngineRequest], api_key: str | None = None, seconds: float = POST_SECONDS
+) -> None:
     """Send requests to one server, one after another, until one fails.
 
-    `url`: of the server, such as `http://localhost:8000`. `seconds`: for each request. Raises as `send_request`: the
-    error says whether the weights may be of two steps; what would resume such a server is not sent.
+    `url`: of the server, such as `http://localhost:8000`. `api_key`: if the server needs one. `seconds`: for each
+    request. Raises as `send_request`: the error says whether the weights may be of two steps; what would resume such a
+    server is not sent.
     """
     is_changed = False
     for request in requests:
         is_changed |= request.changes_weights
         try:
-            send_request(url, request, seconds)
+            send_request(url, request, api_key, seconds)
         except EngineError as error:
             hint = "Its weights may be of two steps: load a step again, or restart it, before it generates."
             raise EngineError(error.what, where=error.where, hint=hint if is_changed else error.hint) from None
 
 
-def send_request(url: str, request: EngineRequest, seconds: float = POST_SECONDS) -> None:
+def send_request(url: str, request: EngineRequest, api_key: str | None = None, seconds: float = POST_SECONDS) -> None:
     """Send one request, and wait for its answer.
 
     Redirects are refused, so that nobody else gets the API key. Raises `InvalidArgumentError` for another kind of URL,
@@ -61,8 +61,8 @@ def send_request(url: str, request: EngineRequest, seconds: float = POST_SECONDS
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
         raise InvalidArgumentError("not the URL of a server", where=printable(url), hint="As in http://localhost:8000.")
     headers = {"Content-Type": "application/json"}
-    if key := environ.get(API_KEY):
-        headers["Authorization"] = f"Bearer {key}"
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
     path = f"{parts.path.rstrip('/')}{request.path}"
     where = printable(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}")
     connection = (HTTPSConnection if parts.scheme == "https" else HTTPConnection)(

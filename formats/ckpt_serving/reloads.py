@@ -1,6 +1,5 @@
 """The requests by which inference servers load a served folder, as `ckpt follow --exec` names it."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,15 +22,15 @@ class ServedStep:
     """The folder, absolute; each server must see it under this path."""
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "ServedStep":
-        """Return the step that `ckpt follow --exec` describes to its command.
+    def from_variables(cls, variables: Mapping[str, str]) -> "ServedStep":
+        """Return the step that `ckpt follow --exec` describes to its command by variables of the environment.
 
         Raises `InvalidArgumentError` if a variable is not set, or is no number where one is needed.
         """
         hint = "Run this command by `ckpt follow CHAIN TARGET --exec COMMAND`."
-        if missing := [name for name in _VARIABLES if not environment.get(name)]:
+        if missing := [name for name in _VARIABLES if not variables.get(name)]:
             raise InvalidArgumentError(f"the environment has no {', '.join(missing)}", hint=hint)
-        step, epoch, state_hash, path = (environment[name] for name in _VARIABLES)
+        step, epoch, state_hash, path = (variables[name] for name in _VARIABLES)
         if not (step.isdecimal() and epoch.isdecimal()):
             raise InvalidArgumentError("CKPT_STEP or CKPT_EPOCH is no number", hint=hint)
         return cls(int(step), int(epoch), state_hash, path)
@@ -88,12 +87,13 @@ RELOADS: dict[str, Callable[[ServedStep], tuple[EngineRequest, ...]]] = {
 
 
 def reload_engines(
-    engine: str, urls: Sequence[str], served: ServedStep, seconds: float = POST_SECONDS
+    engine: str, urls: Sequence[str], served: ServedStep, *, api_key: str | None = None, seconds: float = POST_SECONDS
 ) -> list[CkptError]:
     """Let servers load a served folder, all at once.
 
-    `engine`: one of `RELOADS`. `urls`: of the servers, such as `http://localhost:8000`. `seconds`: for each request.
-    Returns the errors of the servers that did not load it. Raises `InvalidArgumentError` for an unknown engine.
+    `engine`: one of `RELOADS`. `urls`: of the servers, such as `http://localhost:8000`. `api_key`: if they need
+    one. `seconds`: for each request. Returns the errors of the servers that did not load it. Raises
+    `InvalidArgumentError` for an unknown engine.
     """
     if engine not in RELOADS:
         raise InvalidArgumentError(f"unknown engine {engine!r}", hint=f"Known are {', '.join(RELOADS)}.")
@@ -101,7 +101,7 @@ def reload_engines(
 
     def error_of(url: str) -> CkptError | None:
         try:
-            send_requests(url, requests, seconds)
+            send_requests(url, requests, api_key, seconds)
         except CkptError as error:
             return error
         return None
