@@ -9,7 +9,7 @@ from ckpt.copying.sealing import Sealed
 from ckpt.copying.selection import ChosenFile
 from ckpt.findings.report import Finding, Report
 from ckpt.following.changes import TensorChange
-from ckpt.following.follower import FollowedStep
+from ckpt.following.source import FollowedStep
 from ckpt.job import Progress
 from ckpt.pipeline import Result
 from ckpt.pipeline.cluster.distribute import ClusterStatus

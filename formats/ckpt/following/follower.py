@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,52 +14,20 @@ import numpy as np
 
 from ckpt.following.changes import TensorChange, changed_tensors, whole_tensors
 from ckpt.following.decode import ChunkChange, find_changes, write_state
-from ckpt.following.source import FollowingStopped, PublishedSource
-from ckpt.following.state import State, new_state
+from ckpt.following.source import FollowedStep, FollowingStopped, PublishedSource
+from ckpt.following.state import State, in_order, new_state, other_model
 from ckpt.following.tensors import tensor_memory
 from ckpt.pipeline import Resources
 from ckpt_formats.core.arguments import StrPath, checked
-from ckpt_formats.core.errors import CorruptError, InvalidArgumentError, NotFoundError, UnsafeError, UnsupportedError
+from ckpt_formats.core.errors import CorruptError, InvalidArgumentError, NotFoundError, UnsafeError
 from ckpt_formats.core.tensor import Array
-from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.core.text import format_nbytes
 from ckpt_formats.universal.published.model import PublishedModel, model_digest
-from ckpt_formats.universal.published.records import Head, ObjectRef, RecordRef, StepName, StepRecord
+from ckpt_formats.universal.published.records import Head, ObjectRef, RecordRef, StepName
 from ckpt_formats.universal.published.route import Route
 
 _POLL = 1.0
 """Seconds for which one look at the head waits for another one, where the place can wait."""
-
-
-@dataclass(frozen=True)
-class FollowedStep:
-    """A published step."""
-
-    epoch: int
-    """Rises when the run goes back to an earlier step."""
-    step: int
-    hash: str
-    """Of the state: 32 hexadecimal digits. Two states are equal if their hashes are."""
-    published: float
-    """Seconds since 1970, by the clock of the run."""
-    is_base: bool
-    """Whether it was published alone, not as a change of the step before."""
-    ref: RecordRef
-    """Its record."""
-    continues: tuple[int, int] | None = None
-    """Of the first step of an epoch: the epoch and step from which the run continued, if it is known."""
-
-    @property
-    def age(self) -> float:
-        """Seconds since it was published, if the clocks of the run and of this machine agree."""
-        return time.time() - self.published
-
-    @classmethod
-    def of(cls, record: StepRecord, ref: RecordRef) -> "FollowedStep":
-        """The step of a record. `ref`: the record as others name it."""
-        name, before = ref.name, record.continues
-        continues = None if before is None else (before.name.epoch, before.name.step)
-        published = datetime.fromisoformat(record.time).timestamp()
-        return cls(name.epoch, name.step, record.state, published, record.is_base, ref, continues)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +76,6 @@ class Follower:
         scratch = None if own.scratch is None else Path(own.scratch)
         self._source = PublishedSource(chain, key, patience, self._stop, scratch)
         self._accepts_other = accept_other_model
-        self._head: Head | None = None
         self._step: FollowedStep | None = None
         self._model: PublishedModel | None = None
         self._model_ref: ObjectRef | None = None
@@ -169,7 +135,7 @@ class Follower:
         epoch = self._known_epoch()
         while not self._stop.is_set():
             remaining = _POLL if end is None else max(end - time.monotonic(), 0.0)
-            head = self._look(min(remaining, _POLL))
+            head = self._source.head(min(remaining, _POLL))
             if head is not None:
                 epoch = head.record.name.epoch if epoch is None else epoch
                 if self._is_newer(head.record, after, epoch):
@@ -272,7 +238,7 @@ class Follower:
 
     def _look_now(self) -> Head:
         self._check_open()
-        head = self._look(0.0)
+        head = self._source.head()
         if head is None:
             raise NotFoundError(
                 "nothing is published here yet",
@@ -280,17 +246,6 @@ class Follower:
                 hint="Wait for the first step with `wait`, or check the path.",
             )
         return head
-
-    def _look(self, seconds: float) -> Head | None:
-        """The newest head so far: an older one, from a cache, has no effect."""
-        head, newest = self._source.head(seconds), self._head
-        if head is not None and newest is not None and head.record.name == newest.record.name:
-            if head.record.hash != newest.record.hash:
-                raise CorruptError("two records of one step", where=self._source.where / head.record.name.key)
-            self._head = head  # it may name more folds
-        elif head is not None and (newest is None or head.record.name > newest.record.name):
-            self._head = head
-        return self._head
 
     def _target(self, head: Head, step: int | FollowedStep | None) -> RecordRef:
         if isinstance(step, FollowedStep):
@@ -359,8 +314,8 @@ class Follower:
         return self._applied in ((current,), (current, following.step.ref))
 
     def _known_epoch(self) -> int | None:
-        head = self._head
-        return self._step.epoch if self._step is not None else None if head is None else head.record.name.epoch
+        newest = self._source.newest
+        return self._step.epoch if self._step is not None else None if newest is None else newest.record.name.epoch
 
     def _is_newer(self, ref: RecordRef, after: int | FollowedStep | None, epoch: int) -> bool:
         if isinstance(after, int):
@@ -373,31 +328,12 @@ class Follower:
             raise _closed()
 
 
-def other_model(one: PublishedModel, other: PublishedModel, where: Path) -> UnsupportedError:
-    """The error of a chain that publishes other tensors than before."""
-    before, after = ({(t.name, t.dtype.name, t.shape) for t in model.tensors} for model in (one, other))
-    name = min(before ^ after)[0]
-    return UnsupportedError(
-        f"publishes another model now: names, shapes or dtypes differ, such as those of {printable(name[:100])!r}",
-        where=where,
-        hint="If this is intended, follow it into a new target, or with accept_other_model=True.",
-    )
-
-
 def check_memory(model: PublishedModel, where: Path) -> None:
     """Raise `UnsafeError` if this machine cannot have a state of the model in memory."""
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if model.nbytes > there:
         needed, has = format_nbytes(model.nbytes), format_nbytes(there)
         raise UnsafeError(f"the weights need {needed}, and this machine has {has} of memory", where=where)
-
-
-def in_order(state: State, model: PublishedModel, other: PublishedModel) -> State:
-    """A state of a model, whose tensors are those of another one in another order, in that order."""
-    if model.tensors == other.tensors:
-        return state
-    by_name = {tensor.name: state[number] for number, tensor in enumerate(model.tensors)}
-    return [by_name[tensor.name] for tensor in other.tensors]
 
 
 def _by_copy(memory: list[tuple[int, Array]]) -> list[dict[int, Array]]:

@@ -5,6 +5,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +14,7 @@ from typing import TypeVar
 from ckpt_formats.core.arguments import StrPath
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
 from ckpt_formats.core.files import write_all
+from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.place import ReadPlace, Version
 from ckpt_formats.stores.location import read_place
 from ckpt_formats.universal.published.model import MAX_FILE, MAX_MODEL, PublishedModel
@@ -55,6 +58,38 @@ class MissingObjectError(IncompleteError):
         self.record = record
 
 
+@dataclass(frozen=True)
+class FollowedStep:
+    """A published step."""
+
+    epoch: int
+    """Rises when the run goes back to an earlier step."""
+    step: int
+    hash: str
+    """Of the state: 32 hexadecimal digits. Two states are equal if their hashes are."""
+    published: float
+    """Seconds since 1970, by the clock of the run."""
+    is_base: bool
+    """Whether it was published alone, not as a change of the step before."""
+    ref: RecordRef
+    """Its record."""
+    continues: tuple[int, int] | None = None
+    """Of the first step of an epoch: the epoch and step from which the run continued, if it is known."""
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was published, if the clocks of the run and of this machine agree."""
+        return time.time() - self.published
+
+    @classmethod
+    def of(cls, record: StepRecord, ref: RecordRef) -> "FollowedStep":
+        """The step of a record. `ref`: the record as others name it."""
+        name, before = ref.name, record.continues
+        continues = None if before is None else (before.name.epoch, before.name.step)
+        published = datetime.fromisoformat(record.time).timestamp()
+        return cls(name.epoch, name.step, record.state, published, record.is_base, ref, continues)
+
+
 class PublishedSource:
     """What a published chain has, read and verified. Threads may share it."""
 
@@ -77,34 +112,35 @@ class PublishedSource:
         self.patience = patience
         self.stop = threading.Event() if stop is None else stop
         self.scratch = scratch
-        self._head: tuple[Head, Version] | None = None
+        self._version: Version | None = None
+        self._newest: Head | None = None
         self._records: dict[str, bytes] = {}
         self._model: tuple[ObjectRef, PublishedModel] | None = None
 
+    @property
+    def newest(self) -> Head | None:
+        """The newest head that was read."""
+        return self._newest
+
     def head(self, seconds: float = 0.0) -> Head | None:
-        """The head as it is now; None if nothing has been published yet.
+        """The newest head so far; None if nothing has been published yet. An older one, from a cache, has no effect.
 
         `seconds`: how long to wait for another head than the last one, where the place can wait. Raises `CorruptError`.
         """
+        head, newest = self._repeated(lambda: self._read_head(seconds)), self._newest
+        if head is None:
+            return newest
+        if newest is None or head.record.name > newest.record.name:
+            self._newest = head
+        elif head.record.name == newest.record.name:
+            if head.record.hash != newest.record.hash:
+                raise CorruptError("two records of one step", where=self.where / head.record.name.key)
+            self._newest = head  # it may name more folds
+        return self._newest
 
-        def read() -> Head | None:
-            before = None if self._head is None else self._head[1]
-            if before is None:
-                there = self.place.read(HEAD, MAX_HEAD)
-            else:
-                try:
-                    there = self.place.read_if_changed(HEAD, before, MAX_HEAD, seconds)
-                except NotFoundError:
-                    there = None
-                if there is None:
-                    return self._head[0] if self._head is not None else None
-            if there is None:
-                return None
-            head = Head.from_bytes(there[0], self.where / HEAD, self.signing_key)
-            self._head = head, there[1]
-            return head
-
-        return self._repeated(read)
+    def step(self, ref: RecordRef) -> FollowedStep:
+        """A step by its record. Raises as `record`."""
+        return FollowedStep.of(self.record(ref), ref)
 
     def ref(self, head: Head, step: int | None = None) -> RecordRef:
         """The last step as records name it, or the step `step` of the same epoch.
@@ -193,15 +229,36 @@ class PublishedSource:
         if self.stop.is_set():
             raise FollowingStopped
 
+    def _read_head(self, seconds: float) -> Head | None:
+        """The head, if it is another one than at the last time; else None."""
+        try:
+            if self._version is None:
+                there = self.place.read(HEAD, MAX_HEAD)
+            else:
+                there = self.place.read_if_changed(HEAD, self._version, MAX_HEAD, seconds)
+        except FileNotFoundError:
+            there = None
+        if there is None:
+            return None
+        self._version = None  # until it is known that it is a head
+        head = Head.from_bytes(there[0], self.where / HEAD, self.signing_key)
+        self._version = there[1]
+        return head
+
     def _small(self, record: StepRecord, ref: ObjectRef, most: int) -> bytes:
         return bytes(self.fetch(record, ref, most))
 
     def _spool(self, ref: ObjectRef) -> memoryview:
         """The bytes of an object, mapped from a file without a name."""
-        with tempfile.TemporaryFile(dir=self.scratch, buffering=0) as file:
+        folder = Path(self.scratch or tempfile.gettempdir())
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             for at in range(0, ref.nbytes, _BLOCK):
                 self.check_stop()
-                write_all(file, self.place.read_range(ref.key, at, min(_BLOCK, ref.nbytes - at)))
+                data = self.place.read_range(ref.key, at, min(_BLOCK, ref.nbytes - at))
+                try:
+                    write_all(file, data)
+                except OSError as error:
+                    raise unwritable(error, folder) from error
             return memoryview(mmap.mmap(file.fileno(), ref.nbytes, prot=mmap.PROT_READ))
 
     def _read_record(self, key: str) -> bytes | None:

@@ -4,11 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from pathlib import Path
 
 import numpy as np
 
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box, flat_boxes, flat_ends
 from ckpt_formats.core.tensor import Array
+from ckpt_formats.core.text import printable
 from ckpt_formats.universal.published.model import PublishedModel, TensorPiece
 
 State = Sequence[Array] | Mapping[int, Array]
@@ -87,3 +90,22 @@ def chunks_of(model: PublishedModel, rank: int) -> Iterator[StateChunk]:
 def new_state(model: PublishedModel) -> list[Array]:
     """Memory for a state of a model."""
     return [np.empty(prod(tensor.shape), tensor.dtype) for tensor in model.tensors]
+
+
+def in_order(state: State, model: PublishedModel, other: PublishedModel) -> State:
+    """A state of a model, whose tensors are those of another one in another order, in that order."""
+    if model.tensors == other.tensors:
+        return state
+    by_name = {tensor.name: state[number] for number, tensor in enumerate(model.tensors)}
+    return [by_name[tensor.name] for tensor in other.tensors]
+
+
+def other_model(one: PublishedModel, other: PublishedModel, where: Path) -> UnsupportedError:
+    """The error of a chain that publishes other tensors than before."""
+    before, after = ({(t.name, t.dtype.name, t.shape) for t in model.tensors} for model in (one, other))
+    name = min(before ^ after)[0]
+    return UnsupportedError(
+        f"publishes another model now: names, shapes or dtypes differ, such as those of {printable(name[:100])!r}",
+        where=where,
+        hint="If this is intended, follow it into a new target, or with accept_other_model=True.",
+    )
