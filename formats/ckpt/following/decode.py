@@ -107,7 +107,7 @@ def write_state(
     _each_chunk(source, route, model, write, threads)
 
 
-def state_differs(record: StepRecord, model: PublishedModel, state: State, threads: int) -> int | None:
+def first_wrong_rank(record: StepRecord, model: PublishedModel, state: State, threads: int) -> int | None:
     """The first rank whose values are not those of the step; None if the state is that of the record."""
     with ThreadPoolExecutor(threads, "ckpt-verify") as pool:
         for rank, share in enumerate(record.shares):

@@ -27,6 +27,7 @@ from ckpt_formats.universal.published.records import (
     RecordRef,
     StepName,
     StepRecord,
+    hash_bytes,
 )
 from ckpt_formats.universal.published.route import Route, find_route, read_record, ref_of
 
@@ -162,6 +163,14 @@ class PublishedSource:
     def record(self, ref: RecordRef) -> StepRecord:
         """The record of a step. Raises `CorruptError`."""
         return self._repeated(lambda: read_record(ref, self._read_record, self.where, self.signing_key))
+
+    def record_bytes(self, ref: RecordRef) -> bytes:
+        """The bytes of a step's record. Raises as `record`."""
+        self.record(ref)
+        data = self._read_record(ref.name.key)
+        if data is None or hash_bytes(data) != ref.hash:
+            raise CorruptError("the record was replaced", where=self.where / ref.name.key)
+        return data
 
     def along_route(self, head: Head, current: RecordRef | None, target: RecordRef, use: Callable[[Route], T]) -> T:
         """The result of `use` for a route from the state `current` to `target`.

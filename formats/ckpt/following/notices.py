@@ -1,0 +1,127 @@
+"""Tell the readers of a served folder that it has another step: a POST request, or a command."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from ckpt.following.source import FollowedStep
+from ckpt_formats.core.errors import CkptError, InvalidArgumentError
+from ckpt_formats.core.text import printable
+
+_CONNECT_SECONDS, _ANSWER_SECONDS = 10.0, 600.0
+"""A server answers once it has read the weights."""
+_ATTEMPTS, _FIRST_PAUSE = 3, 0.5
+_MAX_ANSWER = 1 << 16
+_POLL = 0.02
+"""Seconds between two looks at whether a command has ended."""
+_END_SECONDS = 5.0
+"""How long a command may take to end after SIGTERM."""
+
+
+class NotifyError(CkptError):
+    """A server could not be told of a step, or refused it."""
+
+
+def post_step(url: str, step: FollowedStep, path: Path, stop: threading.Event) -> NotifyError | None:
+    """Post a step that is served in a folder to a URL, and wait for the answer. Failures are repeated.
+
+    The body is JSON: `step`, `epoch`, `hash`, `path`, and the last two as SGLang names them. Returns the error if all
+    attempts failed, or if `stop` was set before an answer. Raises `InvalidArgumentError` for another kind of URL.
+    """
+    parts = notify_url(url)
+    fields = {"step": step.step, "epoch": step.epoch, "hash": step.hash, "path": str(path)}
+    body = json.dumps({**fields, "model_path": str(path), "weight_version": str(step.step)}).encode()
+    errors = list[NotifyError | None]()
+
+    def post() -> None:
+        pause = _FIRST_PAUSE
+        for attempt in range(_ATTEMPTS):
+            error = _post(parts, body)
+            if error is None or attempt == _ATTEMPTS - 1 or stop.wait(pause):
+                errors.append(error)
+                return
+            pause *= 2
+
+    thread = threading.Thread(target=post, name="ckpt-notify", daemon=True)
+    thread.start()
+    while thread.is_alive() and not stop.is_set():
+        thread.join(0.05)
+    return errors[0] if errors else NotifyError("has not answered before the follower ended", where=_shown(parts))
+
+
+def notify_url(url: str) -> SplitResult:
+    """The parts of a URL to which steps are posted. Raises `InvalidArgumentError`."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        valid = False
+    if not valid:
+        raise InvalidArgumentError(
+            "is not the URL of a server", where=printable(url), hint="Give one as http://localhost:30000/path."
+        )
+    return parts
+
+
+def run_command(command: str, step: FollowedStep, path: Path, stop: threading.Event) -> int:
+    """Run a command of the shell for a step that is served in a folder, and return its exit code.
+
+    Its environment has CKPT_STEP, CKPT_EPOCH, CKPT_HASH and CKPT_PATH; what it prints goes to standard error. Once
+    `stop` is set, it gets SIGTERM, and five seconds later SIGKILL.
+    """
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", command],
+        env={**os.environ, **environment_of(step, path)},
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr.fileno() if sys.stderr is not None else subprocess.DEVNULL,
+    )
+    while process.poll() is None and not stop.wait(_POLL):
+        pass
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+def environment_of(step: FollowedStep, path: Path) -> Mapping[str, str]:
+    """What a command is told of a step."""
+    return {
+        "CKPT_STEP": str(step.step),
+        "CKPT_EPOCH": str(step.epoch),
+        "CKPT_HASH": step.hash,
+        "CKPT_PATH": str(path),
+    }
+
+
+def _post(parts: SplitResult, body: bytes) -> NotifyError | None:
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = kind(str(parts.hostname), parts.port, timeout=_CONNECT_SECONDS)
+    target = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
+    try:
+        connection.connect()
+        connection.sock.settimeout(_ANSWER_SECONDS)
+        connection.request("POST", target, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer = response.read(_MAX_ANSWER)
+    except (OSError, HTTPException, ValueError) as error:
+        return NotifyError(f"does not answer: {printable(str(error)) or type(error).__name__}", where=_shown(parts))
+    finally:
+        connection.close()
+    if not 200 <= response.status < 300:
+        text = printable(answer.decode("utf-8", "replace"))[:300]
+        return NotifyError(f"has answered {response.status}: {text}", where=_shown(parts))
+    return None
+
+
+def _shown(parts: SplitResult) -> str:
+    return printable(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
