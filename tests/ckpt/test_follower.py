@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -25,24 +24,8 @@ from ckpt_formats.universal.boxes.table import BoxPlace
 from ckpt_formats.universal.published.model import PublishedModel, PublishedTensor, TensorPiece
 from ckpt_formats.universal.published.records import HEAD, ObjectRef, StepName, StepRecord
 from ckpt_formats.universal.published.route import ref_of
-from published import PublishedRun, Weights
-
-FILES = {"config.json": b"{}"}
-
-
-def weights_at(step: int, branch: int = 0) -> Weights:
-    """Weights of which each step changes a few: two chunks of bfloat16, a float32, a scalar, an empty tensor."""
-    random = np.random.default_rng(branch)
-    large = np.random.default_rng(9).normal(0, 0.02, (640, 512)).astype(ml_dtypes.bfloat16)
-    for _ in range(step):
-        large.reshape(-1).view(np.uint16)[random.integers(0, large.size, 300)] += 1
-    return {
-        "embed.weight": large,
-        "norm.weight": np.arange(33, dtype=np.float32) + np.float32(step),
-        "head.weight": np.full((6, 5), 2, np.float16),
-        "scale": np.array(step, np.float64),
-        "empty": np.zeros((0, 4), np.float16),
-    }
+from followed_weights import FILES, bytes_of, bytes_of_torch, flip, objects_of, publish, weights_at
+from published import PublishedRun
 
 
 @pytest.fixture
@@ -51,11 +34,6 @@ def run(tmp_path: Path) -> PublishedRun:
     run = PublishedRun(tmp_path / "policy.chain", weights_at(1), ranks=2, files=FILES)
     publish(run, range(1, 4))
     return run
-
-
-def publish(run: PublishedRun, steps: range, branch: int = 0) -> None:
-    for step in steps:
-        run.publish(step, weights_at(step, branch))
 
 
 def follower_of(run: PublishedRun, **options: Any) -> Follower:
@@ -68,24 +46,6 @@ def is_at(follower: Follower, run: PublishedRun, step: int) -> bool:
     weights, tensors = run.states[StepName(run.epoch, step)], follower.tensors()
     equal = {name: values.tobytes() for name, values in tensors.items()} == bytes_of(weights)
     return equal and (follower.step.epoch, follower.step.step) == (run.epoch, step)
-
-
-def bytes_of(weights: Weights) -> dict[str, bytes]:
-    return {name: values.tobytes() for name, values in weights.items()}
-
-
-def objects_of(run: PublishedRun, first: int | None, last: int) -> list[Path]:
-    """The objects of a step, or of the fold from the step `first` to it."""
-    name = StepName(run.epoch, last)
-    key = name.key if first is None else name.fold_key(first)
-    record = StepRecord.from_bytes((run.run / key).read_bytes(), run.run / key)
-    return [run.run / one.object.key for one in record.shares]
-
-
-def flip(path: Path, at: int = -1) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -164,7 +124,7 @@ def test_tensors_of_the_caller_are_brought_forward_in_place(run: PublishedRun) -
             other.apply_to(tensors, step)
             expected = bytes_of(weights_at(step))
             assert bytes_of(arrays) == expected
-            assert {name: bytes(values.untyped_storage()) for name, values in tensors.items()} == expected
+            assert {name: bytes_of_torch(values) for name, values in tensors.items()} == expected
         # What nobody changes is not written: so it is known that only changes are.
         arrays["head.weight"][0, 0] = 7
         run.publish(4, weights_at(4))

@@ -60,6 +60,7 @@ def follow_into(
     command: str | None = None,
     key: bytes | None = None,
     resources: Resources | None = None,
+    patience: float = 5.0,
 ) -> None:
     """Serve the last step of a published chain in a folder, until `stop` is set.
 
@@ -75,6 +76,7 @@ def follow_into(
         command: A command of the shell that is run for each step.
         key: The key with which the run signs its records.
         resources: Threads that decode, and the folder for objects larger than 64 MiB on their way.
+        patience: Seconds for which a missing object is read again before another route is tried.
 
     While the chain cannot be read, or objects are missing, it is read again, unless `once`. Raises:
         NotFoundError: With `once`: nothing is published; with `step`: the chain does not have it any more.
@@ -88,7 +90,7 @@ def follow_into(
         notify_url(notify)
     own, stop = resources or Resources.of_machine(), stop or threading.Event()
     scratch = None if own.scratch is None else Path(own.scratch)
-    source = PublishedSource(chain, key, stop=stop, scratch=scratch)
+    source = PublishedSource(chain, key, patience, stop, scratch)
     with ServedFolder(target, source, own.workers) as served:
         follower = _FolderFollower(served, report, stop, once, step, every, notify, command)
         try:
