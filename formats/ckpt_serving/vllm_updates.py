@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Event
 
 from ckpt import Follower
-from ckpt.following.follower import FollowedStep
+from ckpt.following.source import FollowedStep
 from ckpt_formats.core.files import read_whole
 from ckpt_serving.posting import POST_SECONDS, EngineRequest, send_requests
 
