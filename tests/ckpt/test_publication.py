@@ -1,87 +1,20 @@
 """Steps that one process commits for all ranks: starts, conflicts, kills, requests."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from ckpt.publishing.publication import Publication, open_publication, put_object
+from ckpt.publishing.publication import open_publication
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt_formats.core.errors import CkptError, CorruptError, LockedError, OutputError, UnsupportedError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.stores.location import place_at
-from ckpt_formats.universal.published.model import PublishedModel
-from ckpt_formats.universal.published.records import HEAD, Head, RecordRef, StepName, StepRecord
+from ckpt_formats.universal.published.records import HEAD, Head, StepName
 from killing import killed, points, spread
-from published import model_of, values_of
-
-Weights = dict[str, np.ndarray[Any, Any]]
-RANKS = 2
-
-
-def weights_at(step: int) -> Weights:
-    """Weights of which each step changes a few: two chunks of bfloat16 in a matrix, and a vector of float32."""
-    matrix = np.random.default_rng(0).normal(0, 0.02, (640, 512)).astype(ml_dtypes.bfloat16)
-    for one in range(step):
-        matrix.reshape(-1).view(np.uint16)[np.random.default_rng(one).integers(0, matrix.size, 300)] += 1
-    return {"matrix": matrix, "vector": np.full(33, step, np.float32)}
-
-
-class Ranks:
-    """The ranks of a run in one process."""
-
-    def __init__(self, model: PublishedModel) -> None:
-        self.model = model
-        self.values = [RankBuffers(model, rank) for rank in range(len(model.pieces))]
-
-    def fill(self, weights: Weights) -> list[str]:
-        """Fill the next values; the states."""
-        for rank, values in enumerate(self.values):
-            for number, piece in enumerate(self.model.pieces[rank]):
-                values.piece(number)[...] = values_of(piece, weights[self.model.tensors[piece.tensor].name])
-        return [values.state() for values in self.values]
-
-    def start(self, publication: Publication, step: int) -> None:
-        """RunStart at a step, and publish it unless it is."""
-        start = publication.start(step, self.fill(weights_at(step)))
-        if start.is_published:
-            self.accept()
-        else:
-            self.commit(publication, step)
-
-    def publish(self, publication: Publication, step: int) -> RecordRef:
-        self.fill(weights_at(step))
-        return self.commit(publication, step)
-
-    def commit(self, publication: Publication, step: int) -> RecordRef:
-        parent = None if publication.needs_base() else publication.parent
-        shares = [values.encode(parent is None) for values in self.values]
-        for one in shares:
-            put_object(publication.place, one.share.object, one.object)
-        ref = publication.commit(step, parent, [one.share for one in shares])
-        self.accept()
-        return ref
-
-    def accept(self) -> None:
-        for values in self.values:
-            values.accept()
-
-
-def model() -> PublishedModel:
-    return model_of(weights_at(0), RANKS)
-
-
-def publish(run: Path, steps: Sequence[int]) -> None:
-    """A process that starts at the first of these steps."""
-    ranks = Ranks(model())
-    with open_publication(run, ranks.model) as publication:
-        ranks.start(publication, steps[0])
-        for step in steps[1:]:
-            ranks.publish(publication, step)
+from published import model_of
+from published_ranks import RANKS, Ranks, head_of, model, publish, record_of, weights_at
 
 
 def assert_step(run: Path, step: int) -> None:
@@ -89,18 +22,6 @@ def assert_step(run: Path, step: int) -> None:
     assert opened.origin.step == step
     for name, values in weights_at(step).items():
         assert read(opened[name].weight).tobytes() == values.tobytes()
-
-
-def head_of(run: Path) -> Head:
-    there = place_at(run).read(HEAD)
-    assert there is not None
-    return Head.from_bytes(there[0], run / HEAD)
-
-
-def record_of(run: Path, name: StepName) -> StepRecord:
-    there = place_at(run).read(name.key)
-    assert there is not None
-    return StepRecord.from_bytes(there[0], run / name.key)
 
 
 def test_publication_goes_on_in_the_epoch_of_a_run_that_was_ended(tmp_path: Path) -> None:

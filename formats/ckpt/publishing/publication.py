@@ -51,6 +51,8 @@ _PUBLISHING = "publishing into this chain"
 _SINGLE_REQUEST = 16 << 20
 """Bytes of an object that is put by one request; larger ones are uploaded in parts."""
 _FOLDERS = ("steps", "folds", "objects", "receipts")
+FOLD_LENGTHS = (4, 16, 64)
+"""How many steps a fold joins. Folds begin and end at multiples, counted from the base: so no two of them overlap."""
 _AGAIN = "Run the same command again."
 
 
@@ -98,9 +100,13 @@ class Publication:
         """The published step against which the next one is coded; None: it must be a base."""
         self.removed: set[str] = set()
         """The keys of objects that this process has removed."""
+        self.first: StepName | None = None
+        """The first step that stays, if steps were removed: the head names no fold that begins before it."""
         self._version: Version | None = None
         self._start: RunStart | None = None
         self._epochs = 0
+        self._steps: list[StepName] = []
+        """The published steps from the last base on."""
         self._records: dict[str, StepRecord] = {}
         self._files_of_models: dict[ObjectRef, set[str]] = {}
         self._is_model_stored = False
@@ -154,12 +160,6 @@ class Publication:
     def needs_base(self) -> bool:
         """Whether the next step should be a base: no other can be published, or the deltas have become too large."""
         return self.parent is None or self.head is None or is_base_due(self.head)
-
-    def route(self) -> Route:
-        """The records from a base to the last published step. Raises `CorruptError`."""
-        if self.head is None:
-            raise InvalidArgumentError("no step is published yet")
-        return find_route(self.head, None, self._read, self.run, signing_key=self._key)
 
     def commit(
         self,
@@ -217,6 +217,18 @@ class Publication:
             raise unwritable(error, self.run) from error
         return ref_of(name, data)
 
+    def due_folds(self) -> list[RecordRef]:
+        """The steps from which a fold to the last one is due, the nearest first. Raises `OSError`, `CorruptError`."""
+        number = len(self._steps) - 1
+        due = [length for length in FOLD_LENGTHS if number > 0 and number % length == 0]
+        return [self._ref_at(self._steps[number - length]) for length in due]
+
+    def route_to(self, ref: RecordRef) -> Route:
+        """The records from a base to a published step. Raises `CorruptError`."""
+        if self.head is None:
+            raise InvalidArgumentError("no step is published yet")
+        return find_route(self.head, None, self._read, self.run, ref, self._key)
+
     def add_fold(self, parent: RecordRef, shares: Sequence[RankShare]) -> None:
         """Publish the steps after `parent` up to the last one as one delta. Raises as `commit`."""
         self._refresh()
@@ -269,12 +281,16 @@ class Publication:
         return _most_useful(pairs)
 
     def _put_head(self, head: Head, record: StepRecord) -> None:
+        if self.first is not None and self.first.epoch == head.record.name.epoch:
+            head = replace(head, folds=tuple(one for one in head.folds if one[0] >= self.first.step))
         self._uncertain = head, record
         try:
             below, _, name = HEAD.rpartition("/")
             self._version = self.place.within(below).replace(name, head.to_bytes(self._key), self._version)
         except FileExistsError:
             raise self._locked() from None
+        if self.head is None or head.record != self.head.record:
+            self._steps = [*([] if record.is_base else self._steps), head.record.name]
         self.head, self.record, self.parent, self._uncertain = head, record, head.record, None
 
     def _refresh(self) -> None:
@@ -287,6 +303,7 @@ class Publication:
         there = self.place.read(HEAD)
         if there is not None and there[0] == head.to_bytes(self._key):
             self.head, self.record, self.parent, self._version = head, record, head.record, there[1]
+            self._steps = [*([] if record.is_base else self._steps), head.record.name]
         elif (None if there is None else there[1]) != self._version:
             raise self._locked()
         self._uncertain = None
@@ -327,6 +344,12 @@ class Publication:
         is_same = record.model == self.model_ref and [one.state for one in record.shares] == list(states)
         return ref_of(name, data) if is_same else None
 
+    def _ref_at(self, name: StepName) -> RecordRef:
+        data = self._read(name.key)
+        if data is None:
+            raise CorruptError("the record is missing", where=self.run / name.key)
+        return ref_of(name, data)
+
     def _names(self) -> list[StepName]:
         keys = self.place.within(f"{FOLDER}/steps").list()
         names = (parse_name(key.removesuffix(".json")) for key in keys)
@@ -352,6 +375,8 @@ class Publication:
                 head, last = _head_after(head, record, ref_of(name, data)), record
         if head is not None and last is not None and head != self.head:
             self._put_head(head, last)
+        if head is not None:
+            self._steps = [name for name in names if head.base <= name <= head.record.name]
 
     def _is_stored(self, ref: ObjectRef) -> bool:
         there = self.place.head(ref.key)

@@ -24,7 +24,7 @@ from ckpt.publishing.source import ExportedModel, Names, exported_model
 from ckpt.reading import Reading
 from ckpt_formats.core.arguments import Count, LocalPath, StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, CorruptError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, LockedError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.stores.location import target_path
@@ -91,6 +91,7 @@ def publish(
     config: LocalPath | None = None,
     before: Checkpoint | None = None,
     keep: KeepSteps | None = None,
+    folds: bool = True,
     signing_key: bytes | None = None,
     resources: Resources | None = None,
     locks: bool = True,
@@ -113,6 +114,7 @@ def publish(
         before: The checkpoint that was published last.
         keep: How many steps stay, such as `last:200`; None: all. What they do not need is removed, but not earlier
             than ten minutes after it was last needed.
+        folds: Whether each 4th, 16th and 64th step after a base is also stored as a delta over so many steps.
         signing_key: Signs what is published; followers that have the key refuse all else.
         resources: Threads; None: those of `Resources.of_machine()`.
         locks: False: you guarantee that nothing else writes the chain.
@@ -140,13 +142,14 @@ def publish(
             record, changed, kind, removed = publication.record, 0, "unchanged", 0
         else:
             is_base, parent = publication.needs_base(), publication.parent
-            encoded, notes = work.encode(publication.route() if parent is not None else None, is_base, count)
+            encoded, notes = work.encode(publication.route_to(parent) if parent is not None else None, is_base, count)
             if encoded.bases:
                 publication.commit(own_step, None, encoded.bases, encoded.deltas or None)
             else:
                 publication.commit(own_step, parent, encoded.deltas)
             assert publication.record is not None
             record, changed, kind = publication.record, encoded.changed, "base" if encoded.bases else "delta"
+            notes += work.fold() if folds else ()
             removed = 0 if keep is None else remove_unneeded(publication, keep)
     return PublishedCheckpoint(
         run,
@@ -248,6 +251,25 @@ class _Publishing:
                 count(sum(piece.size * model.tensors[piece.tensor].dtype.itemsize for piece in model.pieces[rank]))
             reading.verify()
         return result
+
+    def fold(self) -> tuple[Notice, ...]:
+        """Store the folds that are due. The step is published: what fails is a notice."""
+        publication, model = self._publication, self._source.model
+        try:
+            for parent in publication.due_folds():
+                route, shares = publication.route_to(parent), list[RankShare]()
+                with Reading(self._source.checkpoint, resources=self._resources) as reading:
+                    for rank in range(len(model.pieces)):
+                        buffers = self._buffers(rank)
+                        self._replay(buffers, rank, route)
+                        _fill(buffers, self._source, rank, reading)
+                        shares.append(self._put(buffers.encode(is_base=False)).share)
+                publication.add_fold(parent, shares)
+        except LockedError:
+            raise
+        except (CkptError, OSError) as error:
+            return (Notice(f"the step is published, but a fold that ends there is not: {error}", weight=Weight.UNSURE),)
+        return ()
 
     def _put(self, encoded: EncodedShare) -> EncodedShare:
         put_object(self._publication.place, encoded.share.object, encoded.object)

@@ -21,6 +21,16 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, eq=False)
+class PublishedCopy:
+    """The values of a rank at an earlier step, from which a fold begins."""
+
+    memory: Array
+    digests: list[bytes]
+
+    __repr__ = short_repr
+
+
+@dataclass(frozen=True, eq=False)
 class EncodedShare:
     """What one rank stores of a step."""
 
@@ -115,23 +125,40 @@ class RankBuffers:
         """The object of the next values: coded alone, or against the published ones."""
         if not is_base and self._published_digests is None:
             raise InvalidArgumentError("there are no published values to code against", hint="Publish a base first.")
-        digests = self._digests()
-        before = None if is_base else self._published_digests
+        if is_base:
+            return self._encoded(None, None, self._next, self._digests())
+        return self._encoded(self._published, self._published_digests, self._next, self._digests())
 
+    def _encoded(
+        self, earlier: Array | None, earlier_digests: list[bytes] | None, values: Array, digests: list[bytes]
+    ) -> EncodedShare:
         def encode(chunk: int) -> tuple[bytes, int]:
-            after = self._chunk(self._next, chunk)
-            if before is None:
+            after = self._chunk(values, chunk)
+            if earlier is None or earlier_digests is None:
                 return encode_chunk(None, after), 0
-            if before[chunk] == digests[chunk]:
+            if earlier_digests[chunk] == digests[chunk]:
                 return b"", 0
-            own = self._chunk(self._published, chunk)
-            return encode_chunk(own, after), _count_changes(own, after)
+            before = self._chunk(earlier, chunk)
+            return encode_chunk(before, after), _count_changes(before, after)
 
         with self._mapped() as run:
             encoded = list(run(encode, range(len(self._chunks))))
         data = share_bytes([chunk for chunk, _ in encoded], digests)
         share = RankShare(ObjectRef.of(data, self._is_signed), hash_bytes(b"".join(digests)))
         return EncodedShare(data, share, sum(changed for _, changed in encoded))
+
+    def copy_published(self, memory: Array) -> "PublishedCopy":
+        """Copy the published values into a vector of `nbytes_of` bytes (uint8), such as a mapped file, for a fold."""
+        if self._published_digests is None:
+            raise InvalidArgumentError("there are no published values to copy")
+        memory[...] = self._published
+        return PublishedCopy(memory, list(self._published_digests))
+
+    def encode_fold(self, earlier: "PublishedCopy") -> EncodedShare:
+        """The object of the published values against those of an earlier step."""
+        if self._published_digests is None:
+            raise InvalidArgumentError("there are no published values to encode")
+        return self._encoded(earlier.memory, earlier.digests, self._published, self._published_digests)
 
     def accept(self) -> None:
         """The next values are the published ones from now on."""

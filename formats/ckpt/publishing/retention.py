@@ -48,6 +48,7 @@ def remove_unneeded(publication: Publication, keep: KeepSteps, grace: float = GR
             needed.add(key)
     for key in list(needed):
         needed |= {one.removeprefix(f"{FOLDER}/") for one in publication.objects_of(f"{FOLDER}/{key}")}
+    publication.first = first
     removable = sorted(
         key for key in old - needed if key.partition("/")[0] in ("steps", "folds", "objects", "receipts")
     )

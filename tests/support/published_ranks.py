@@ -1,0 +1,101 @@
+"""Runs of several ranks in one process that publish states, by `ckpt.publishing`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ckpt.publishing.publication import Publication, open_publication, put_object
+from ckpt.publishing.rank_buffers import RankBuffers
+from ckpt_formats.stores.location import place_at
+from ckpt_formats.universal.published.model import PublishedModel
+from ckpt_formats.universal.published.records import HEAD, Head, RankShare, RecordRef, StepName, StepRecord
+from published import model_of, values_of
+
+Weights = dict[str, np.ndarray[Any, Any]]
+RANKS = 2
+
+
+def weights_at(step: int) -> Weights:
+    """Weights of which each step changes a few: two chunks of bfloat16 in a matrix, and a vector of float32."""
+    matrix = np.random.default_rng(0).normal(0, 0.02, (640, 512)).astype(ml_dtypes.bfloat16)
+    for one in range(step):
+        matrix.reshape(-1).view(np.uint16)[np.random.default_rng(one).integers(0, matrix.size, 300)] += 1
+    return {"matrix": matrix, "vector": np.full(33, step, np.float32)}
+
+
+class Ranks:
+    """The ranks of a run in one process."""
+
+    def __init__(self, model: PublishedModel) -> None:
+        self.model = model
+        self.values = [RankBuffers(model, rank) for rank in range(len(model.pieces))]
+
+    def fill(self, weights: Weights) -> list[str]:
+        """Fill the next values; the states."""
+        for rank, values in enumerate(self.values):
+            for number, piece in enumerate(self.model.pieces[rank]):
+                values.piece(number)[...] = values_of(piece, weights[self.model.tensors[piece.tensor].name])
+        return [values.state() for values in self.values]
+
+    def start(self, publication: Publication, step: int) -> None:
+        """RunStart at a step, and publish it unless it is."""
+        start = publication.start(step, self.fill(weights_at(step)))
+        if start.is_published:
+            self.accept()
+        else:
+            self.commit(publication, step)
+
+    def publish(self, publication: Publication, step: int) -> RecordRef:
+        self.fill(weights_at(step))
+        return self.commit(publication, step)
+
+    def commit(self, publication: Publication, step: int) -> RecordRef:
+        """Publish the next values: as deltas if they can be, and as a base if there must be one."""
+        is_base, parent = publication.needs_base(), publication.parent
+        bases = self._put(publication, is_base=True) if is_base else None
+        deltas = None if parent is None else self._put(publication, is_base=False)
+        if bases is None:
+            assert deltas is not None
+            ref = publication.commit(step, parent, deltas)
+        else:
+            ref = publication.commit(step, None, bases, deltas)
+        self.accept()
+        return ref
+
+    def _put(self, publication: Publication, is_base: bool) -> list[RankShare]:
+        shares = [values.encode(is_base) for values in self.values]
+        for one in shares:
+            put_object(publication.place, one.share.object, one.object)
+        return [one.share for one in shares]
+
+    def accept(self) -> None:
+        for values in self.values:
+            values.accept()
+
+
+def model() -> PublishedModel:
+    return model_of(weights_at(0), RANKS)
+
+
+def publish(run: Path, steps: Sequence[int]) -> None:
+    """A process that starts at the first of these steps."""
+    ranks = Ranks(model())
+    with open_publication(run, ranks.model) as publication:
+        ranks.start(publication, steps[0])
+        for step in steps[1:]:
+            ranks.publish(publication, step)
+
+
+def head_of(run: Path) -> Head:
+    there = place_at(run).read(HEAD)
+    assert there is not None
+    return Head.from_bytes(there[0], run / HEAD)
+
+
+def record_of(run: Path, name: StepName) -> StepRecord:
+    there = place_at(run).read(name.key)
+    assert there is not None
+    return StepRecord.from_bytes(there[0], run / name.key)
