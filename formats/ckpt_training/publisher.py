@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from ckpt.publishing.retention import KeepSteps
+from ckpt_formats.core.arguments import Count, checked
 from ckpt_formats.core.dtypes import SHORT_NAMES
 from ckpt_formats.core.errors import CkptError, IncompleteError, InvalidArgumentError, UnsupportedError
 from ckpt_formats.universal.published.model import MAX_FILE
@@ -86,10 +88,11 @@ class Publisher:
         dtype: str | None = "bf16",
         names: Names = "hf",
         every: int = 1,
-        keep: str | None = "last:200",
+        keep: KeepSteps | None = "last:200",
         step: int | None = None,
         rename: Any = None,
         files: Mapping[str, str | os.PathLike[str]] | None = None,
+        signing_key: bytes | None = None,
         memory: int = 64 << 20,
         stall_seconds: float = 120.0,
     ) -> None:
@@ -105,12 +108,13 @@ class Publisher:
             dtype: The dtype of parameters in floating point, rounded to nearest even; None: their own.
             names: `hf`: the names that transformers has in files; `as-is`: those of the model.
             every: Publish each step of which the number since the start is a multiple.
-            keep: Which steps stay in the chain, such as `last:200`; None: all.
+            keep: How many steps stay in the chain, such as `last:200`; None: all.
             step: The number of the last step; None: the count of the engine or of the optimizer.
             rename: Gives the name in the full model of a tensor of this rank's model, for ranks with parts of one
                 model.
             files: Files of the model for those that follow, by name, such as `tokenizer.json`. Those of transformers'
                 configuration are written for its models.
+            signing_key: Signs what is published; followers that have the key refuse all else.
             memory: The bytes of memory for values on their way to the process, on each rank.
             stall_seconds: How long a rank waits for another one before a step is not published.
 
@@ -122,7 +126,7 @@ class Publisher:
         """
         text = os.fspath(chain)
         self._chain = text if "://" in text else os.path.abspath(text)
-        _check(every, memory)
+        _check(every, memory, keep)
         self._every, self._stall_seconds = every, stall_seconds
         self._rank, self._world = ranks.rank_and_world()
         self._is_closed, self._has_warned = False, False
@@ -139,8 +143,9 @@ class Publisher:
                     hint='Pass names="as-is", or files={"config.json": PATH} with the configuration of its model.',
                 )
         self._weights = agree_on_weights(self._run, dtype, names, config)
-        refs = {name: ObjectRef.of(one.encode()) for name, one in contents.items()}
-        refs |= {name: ObjectRef.of(Path(path).read_bytes()) for name, path in paths.items()}
+        is_signed = signing_key is not None
+        refs = {name: ObjectRef.of(one.encode(), is_signed) for name, one in contents.items()}
+        refs |= {name: ObjectRef.of(Path(path).read_bytes(), is_signed) for name, path in paths.items()}
         described, token = (
             ranks.broadcast_bytes(one.encode()).decode()
             for one in (self._weights.model.with_files(refs).to_bytes().decode(), uuid.uuid4().hex)
@@ -158,6 +163,7 @@ class Publisher:
                 slots=slots,
                 seconds=stall_seconds,
                 keep=keep,
+                signing_key=None if signing_key is None else signing_key.hex(),
                 files=contents if is_first else {},
                 paths={name: str(path) for name, path in paths.items()} if is_first else {},
             )
@@ -379,9 +385,11 @@ def _without_rank(snapshot: Snapshot, reason: str) -> BeginPublish:
     return replace(begin, reason=reason)
 
 
-def _check(every: int, memory: int) -> None:
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise InvalidArgumentError(f"every={every!r:.40} is no number of steps")
+@checked
+def _check(every: Count, memory: Count, keep: KeepSteps | None) -> None:
+    """Raise `InvalidArgumentError` for an option that has a value that it cannot have."""
+    if every < 1:
+        raise InvalidArgumentError("every=0: a step is published after one step, or after several")
     if memory < _SLOTS * _LEAST_SLOT:
         raise InvalidArgumentError(f"memory={memory}: publishing needs at least {_SLOTS * _LEAST_SLOT} bytes")
 

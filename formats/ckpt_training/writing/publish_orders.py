@@ -37,6 +37,8 @@ class PublishSettings:
     """How long to wait for another rank that makes no progress."""
     keep: str | None
     """Which steps stay in the chain; None: all."""
+    signing_key: str | None = field(default=None, repr=False)
+    """In hexadecimal digits."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Files of the model, by name: their contents as text. Of rank 0 only."""
     paths: Mapping[str, str] = field(default_factory=dict)

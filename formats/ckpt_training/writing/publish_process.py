@@ -36,6 +36,7 @@ from typing import Any
 
 from ckpt.publishing.publication import Publication, open_publication, put_object
 from ckpt.publishing.rank_buffers import RankBuffers
+from ckpt.publishing.retention import remove_unneeded
 from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.core.errors import CkptError, IncompleteError, InvalidArgumentError, LockedError
 from ckpt_formats.stores.location import place_at
@@ -123,7 +124,8 @@ class PublishWriter:
         self._path, self._stack = settings.path, stack
         self._place = place_at(self._path)
         self._model = PublishedModel.from_bytes(settings.model.encode(), Path("the model of the run"))
-        self._values = RankBuffers(self._model, settings.rank)
+        self._signing_key = None if settings.signing_key is None else bytes.fromhex(settings.signing_key)
+        self._values = RankBuffers(self._model, settings.rank, is_signed=self._signing_key is not None)
         self._published_state: str | None = None
         """The hash of the last published values of this rank; None: it does not have them."""
         self._publication: Publication | None = None
@@ -193,6 +195,9 @@ class PublishWriter:
                 "cpu": time.process_time() - step.cpu,
             }
             self._send(f"published {json.dumps({**_next(step, outcome), **result})}")
+            if self._publication is not None and self._settings.keep is not None:
+                with suppress(CkptError, OSError):  # the next step tries it again
+                    remove_unneeded(self._publication, self._settings.keep)
 
         self._open = None
         self._last = self._working.submit(work)
@@ -242,35 +247,49 @@ class PublishWriter:
             return receipt
         is_base = step.mode != "delta"
         try:
-            if not is_base and self._published_state is None:
+            if step.mode == "delta" and self._published_state is None:
                 raise IncompleteError("the process was started again, and has no values of the last published step")
-            encoded = self._values.encode(is_base)
-            share = encoded.share
-            put_object(self._place, share.object, encoded.object)
-            step.nbytes = share.object.nbytes
-            before = None if is_base else self._published_state
-            receipt |= {"object": share.object.to_json(), "state": share.state, "before": before}
+            if is_base:
+                receipt["base"] = self._stored(step, is_base=True)
+            if self._published_state is not None and step.mode != "start":
+                receipt["delta"], receipt["before"] = self._stored(step, is_base=False), self._published_state
         except Exception as error:
             receipt["reason"] = step.reason = _text_of(error)
         return receipt
+
+    def _stored(self, step: OpenStep, is_base: bool) -> list[Any]:
+        """Store the values of this rank. Returns the object and the hash of the state as plain data."""
+        encoded = self._values.encode(is_base)
+        put_object(self._place, encoded.share.object, encoded.object)
+        step.nbytes += encoded.share.object.nbytes
+        return [encoded.share.object.to_json(), encoded.share.state]
 
     def _concluded(self, step: OpenStep, receipt: Mapping[str, Any]) -> StepOutcome:
         """Commit a step that all ranks have stored, and state the outcome to all ranks."""
         try:
             receipts = self._gathered(step, "rank", receipt)
-            check, publication = FieldReader(self._path), self._opened()
-            shares = [RankShare(ObjectRef.from_json(one["object"], check), one["state"]) for one in receipts]
-            before: list[Any] = [one["before"] for one in receipts]
-            parent = None if before == [None] * len(before) else publication.parent
-            last = publication.record
-            if parent is not None and last is not None and before != [one.state for one in last.shares]:
+            publication = self._opened()
+            before = None if publication.record is None else [one.state for one in publication.record.shares]
+            bases = self._shares(receipts, "base")
+            deltas = self._shares(receipts, "delta") if before == [one.get("before") for one in receipts] else None
+            if bases is not None:
+                publication.commit(step.step, None, bases, None if publication.parent is None else deltas)
+            elif deltas is not None and publication.parent is not None:
+                publication.commit(step.step, publication.parent, deltas)
+            else:
                 raise IncompleteError("ranks have stored deltas against another state than the last published one")
-            publication.commit(step.step, parent, shares)
             outcome = self._outcome(step, publication.epoch)
         except Exception as error:
             outcome = self._failed(step, _text_of(error), isinstance(error, LockedError))
         self._state(step, "outcome", vars(outcome))
         return outcome
+
+    def _shares(self, receipts: Sequence[Mapping[str, Any]], kind: str) -> list[RankShare] | None:
+        """What all ranks have stored of one kind; None unless all have."""
+        check = FieldReader(self._path)
+        if not all(kind in one for one in receipts):
+            return None
+        return [RankShare(ObjectRef.from_json(one[kind][0], check), one[kind][1]) for one in receipts]
 
     def _outcome(self, step: OpenStep, epoch: int, is_new: bool = True) -> StepOutcome:
         self._pace.ended(missed=False)
@@ -293,16 +312,18 @@ class PublishWriter:
     def _opened(self) -> Publication:
         """The chain, which this process alone extends. Raises `CkptError`."""
         if self._publication is None:
-            publication = self._stack.enter_context(open_publication(self._path, self._model))
+            files = {name: text.encode() for name, text in self._settings.files.items()}
+            files |= {name: Path(path).read_bytes() for name, path in self._settings.paths.items()}
+            changed = next(
+                (name for name, ref in self._model.files.items() if ObjectRef.of(files[name]).hash != ref.hash), None
+            )
+            if changed is not None:
+                raise InvalidArgumentError(
+                    "the file was changed since the run began to publish", where=self._settings.paths.get(changed)
+                )
+            opened = open_publication(self._path, self._model, self._signing_key, files=files)
+            publication = self._stack.enter_context(opened)
             self._remove_notes_of_others()
-            for name, ref in self._model.files.items():
-                text = self._settings.files.get(name)
-                data = Path(self._settings.paths[name]).read_bytes() if text is None else text.encode()
-                if ObjectRef.of(data) != ref:
-                    raise InvalidArgumentError(
-                        "the file was changed since the run began to publish", where=self._settings.paths.get(name)
-                    )
-                put_object(self._place, ref, data)
             self._publication = publication
         return self._publication
 
