@@ -80,10 +80,13 @@ class Extras:
         names = (*modules, *(name for name, _ in composite_parameters(self.run)))
         return [name for name in names if name not in self.source.extras]
 
+    def unstated(self) -> list[str]:
+        """What of the engine the checkpoint does not state. Raises `CkptError` if the engine could not take a value."""
+        return list(self.run.unstated_notes(self._notes))
+
     def give(self) -> None:
         """Give all parts, modules, optimizers and generators their states."""
-        notes = {note_name(name): name for name in self.source.extras if note_name(name) not in self.parts}
-        self.taken.update(notes[name] for name in self.run.set_notes(RestOfExtras(self.values, notes)))
+        self.taken.update(self._notes.names[name] for name in self.run.set_notes(self._notes))
         entries = self.source.extras.get(OPTIMIZER_ENTRIES, {})
         for number, optimizer in enumerate(self.run.optimizers):
             if number in entries:
@@ -100,6 +103,12 @@ class Extras:
         own = rank_name(ranks.rank_and_world()[0])
         if self.random_states and isinstance(states, Mapping) and own in states:
             self._load(RANDOM_STATES, RANDOM_STATES, lambda value: restore_random_states(value[own]))
+
+    @property
+    def _notes(self) -> RestOfExtras:
+        """The values that the engine itself may take."""
+        names = {note_name(name): name for name in self.source.extras if note_name(name) not in self.parts}
+        return RestOfExtras(self.values, names)
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that take an extra state, by its name."""

@@ -138,7 +138,7 @@ def load(
         missing = _of_all_ranks([*matching.mismatches.missing, *extras.missing()])
         with ranks.together():
             check_fit(matching.mismatches, missing, unexpected, strict, named)
-            notices = (*notices, *_notices(states, groups))
+            notices = (*notices, *_notices(states, groups, extras))
         clock.note("plan")
         with changing("run"):
             with ranks.together(), torch.no_grad():
@@ -268,10 +268,11 @@ def _of_all_ranks(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name for one in every for name in one))
 
 
-def _notices(states: StatePlan, groups: GroupOptions) -> Iterator[str]:
-    unstated = groups.unstated()
-    if unstated:
+def _notices(states: StatePlan, groups: GroupOptions, extras: Extras) -> Iterator[str]:
+    if unstated := groups.unstated():
         yield f"the checkpoint does not state these options, which stay: {listed(unstated)}"
+    if unstated := extras.unstated():
+        yield f"the checkpoint does not state {' and '.join(unstated)}: the run's own stays"
     if states.fresh:
         names = listed(states.fresh)
         yield f"the checkpoint has no optimizer state of {names}: the run had not stepped them"

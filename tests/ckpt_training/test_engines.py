@@ -52,6 +52,8 @@ GOING_ON = {
     "zero3": "own",
     "megatron_buckets": "whole",
     "megatron_tied": "whole",
+    "megatron_fp16": "whole",
+    "megatron_experts_fp16": "whole",
 }
 """Kinds that go on after a load, and what with: the run that was saved, or its engine's own load. DeepSpeed 0.19.8 goes
 on from its own checkpoints of stage 3 with other losses than the run that was saved."""
@@ -71,7 +73,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def going_on(kind: str) -> str:
     """The folder of a kind that goes on, which says in which ways."""
     ways = ["whole", *(["own"] if GOING_ON[kind] == "own" else []), "loaded", *(["alone"] if kind in ALONE else [])]
-    return ":".join([kind, *ways])
+    return ":".join([kind, *ways, *(["scalers"] if kind == "megatron_fp16" else [])])
 
 
 def losses(kind: str, way: str, filled: Path) -> list[float]:
@@ -132,6 +134,13 @@ def test_losses_after_a_load_have_the_same_bits(kind: str, filled: Path) -> None
 @pytest.mark.parametrize("kind", ALONE)
 def test_models_load_without_an_optimizer(kind: str, filled: Path) -> None:
     assert losses(kind, "alone", filled) == losses(kind, "whole", filled)[:1]
+
+
+def test_load_reports_a_missing_loss_scaler_and_refuses_an_invalid_one(filled: Path) -> None:
+    missing, invalid, hint = json.loads((filled / going_on("megatron_fp16") / "scalers.json").read_text())
+    assert missing == "the checkpoint does not state the loss scaler: the run's own stays"
+    assert invalid == "the stored state of the loss scaler is not one of Megatron's"
+    assert hint == "Load an earlier checkpoint."  # and not: the run has values of both
 
 
 def test_stages_that_count_layers_from_their_own_first_load_with_a_rule(filled: Path) -> None:

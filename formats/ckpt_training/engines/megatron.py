@@ -4,7 +4,7 @@ A tensor has the name and the place that ckpt gives it in Megatron's checkpoints
 Megatron core. It was checked with version 0.16: `core/optimizer/optimizer.py` and `distrib_optimizer.py`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from ckpt_formats.core.errors import RulesError, UnsupportedError
+from ckpt_formats.core.errors import CorruptError, RulesError, UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Layout, ShardBlock, lengths, place
 from ckpt_formats.core.state_names import MODEL
@@ -71,6 +71,9 @@ def megatron_run(model: Any, optimizer: Any) -> TrackedRun:
         frozen=lambda: ((name, one.gathered()) for name, one in frozen.items() if not one.is_copy),
         model_shards=lambda: _model_shards(together, list(places.values()), wrappers, names.full),
         refresh=lambda: _refresh(wrappers),
+        notes=lambda: _scaler_notes(every),
+        set_notes=lambda notes: _set_scalers(every, notes),
+        unstated_notes=lambda notes: _unstated_scalers(every, notes),
     )
 
 
@@ -101,6 +104,79 @@ def _refresh(wrappers: Sequence[Any]) -> None:
                 wrapper._copy_main_params_to_model_params()
         for chunk in _distributed_chunks(wrappers):
             chunk.start_param_sync(force_sync=True)
+
+
+_ITEMS, _SCALER = "optimizer", "grad_scaler"
+"""The extra with what Megatron's checkpoints have of an optimizer besides states and groups, and the scaler in it."""
+
+
+def _dynamic_scaler(wrapper: Any) -> Any:
+    """The loss scaler of an optimizer for fp16, if training changes it; else None."""
+    scaler = getattr(wrapper, _SCALER, None)
+    return scaler if scaler is not None and scaler.state_dict() else None
+
+
+def _scaler_notes(wrappers: Sequence[Any]) -> dict[str, Any]:
+    """The loss scalers as Megatron's checkpoints have them: of several optimizers in a list."""
+    scalers = [_dynamic_scaler(one) for one in wrappers]
+    items = [{} if one is None else {_SCALER: one.state_dict()} for one in scalers]
+    return {_ITEMS: items[0] if len(items) == 1 else items} if any(items) else {}
+
+
+def _stored_scalers(wrappers: Sequence[Any], notes: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any] | None]]:
+    """Each dynamic loss scaler of the run with its stored state; None if the notes have none.
+
+    If the run that was saved had more or fewer optimizers, all of them get the state of its first scaler.
+    Raises `CorruptError` if a state is not one of Megatron's scalers.
+    """
+    scalers = [_dynamic_scaler(one) for one in wrappers]
+    if not any(one is not None for one in scalers):
+        return
+    items = notes.get(_ITEMS)
+    every = [one.get(_SCALER) if isinstance(one, Mapping) else None for one in _listed(items)]
+    first = next((one for one in every if one), None)
+    for number, scaler in enumerate(scalers):
+        own = every[number] if len(every) == len(scalers) else None
+        if scaler is not None:
+            yield scaler, _checked_scaler(own or first)
+
+
+def _listed(items: Any) -> Sequence[Any]:
+    return items if isinstance(items, (list, tuple)) else [items]
+
+
+def _checked_scaler(stored: Any) -> dict[str, Any] | None:
+    if not stored:
+        return None
+    get = stored.get if isinstance(stored, Mapping) else lambda name: None
+    scale, counts = get("scale"), {name: get(name) for name in ("growth_tracker", "hysteresis_tracker")}
+    is_scale = (
+        isinstance(scale, torch.Tensor)
+        and scale.shape == (1,)
+        and scale.dtype == torch.float32
+        and 0 < float(scale) < float("inf")
+    )
+    if not is_scale or any(type(one) is not int for one in counts.values()):
+        raise CorruptError(
+            "the stored state of the loss scaler is not one of Megatron's",
+            where=_ITEMS,
+            hint="Load an earlier checkpoint.",
+        )
+    return {"scale": scale, **counts}
+
+
+def _set_scalers(wrappers: Sequence[Any], notes: Mapping[str, Any]) -> Collection[str]:
+    """Take the loss scalers, as Megatron's own load does. Returns the names of the notes that are taken whole."""
+    states = [state for scaler, state in _stored_scalers(wrappers, notes) if state is not None]
+    for scaler, state in _stored_scalers(wrappers, notes):
+        if state is not None:
+            scaler.load_state_dict(state)
+    is_whole = states and all(isinstance(one, Mapping) and set(one) <= {_SCALER} for one in _listed(notes[_ITEMS]))
+    return {_ITEMS} if is_whole else ()
+
+
+def _unstated_scalers(wrappers: Sequence[Any], notes: Mapping[str, Any]) -> Collection[str]:
+    return ["the loss scaler"] if any(state is None for _, state in _stored_scalers(wrappers, notes)) else []
 
 
 def _distributed_chunks(wrappers: Sequence[Any]) -> Iterator[Any]:

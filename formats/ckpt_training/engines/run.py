@@ -83,6 +83,9 @@ class TrackedRun:
     """Sets the engine's own counts of steps."""
     set_notes: Callable[[Mapping[str, Any]], Collection[str]] = lambda notes: ()
     """Takes those values of a step that `notes` returns, and returns the names of the values that it took."""
+    unstated_notes: Callable[[Mapping[str, Any]], Collection[str]] = lambda notes: ()
+    """Returns what of the engine such values do not state, so that it stays. Raises if `set_notes` could not take
+    them. Changes nothing."""
 
     def groups_of(self, number: int) -> list[dict[str, Any]]:
         """The parameter groups of an optimizer, with their current options."""

@@ -30,7 +30,7 @@ from engines.kinds import KINDS as ENGINE_KINDS
 from filling_jobs.go_on import go_on
 from filling_jobs.stages import go_on_in_stages
 from filling_jobs.values import values_of
-from recording_jobs.kinds import KINDS, Kind
+from recording_jobs.kinds import KINDS, LOADED, Kind
 from recording_jobs.run import start
 from recording_jobs.train import joining
 
@@ -64,8 +64,8 @@ def fill(kind: Kind, out: Path) -> None:
 
 def kind_of(name: str) -> Kind:
     """A kind of `recording_jobs`, or of `engines`."""
-    if name in KINDS:
-        return KINDS[name]
+    if name in KINDS or name in LOADED:
+        return {**KINDS, **LOADED}[name]
     trained = ENGINE_KINDS[name]
     return Kind(name, "deepspeed", trained.dp, tp=trained.tp, pp=trained.pp, stage=trained.stage, zoo=name)
 

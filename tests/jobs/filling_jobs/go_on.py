@@ -2,19 +2,25 @@
 
 The kinds are those of `recording_jobs`. OUT/KIND/saved is what the engine saves after some steps. OUT/KIND/WAY.json has
 the losses of the steps that follow: of that run (`whole`), of one with other weights that the engine itself loads
-(`own`), of one that `load` loads (`loaded`), and of one whose model alone it loads (`alone`).
+(`own`), of one that `load` loads (`loaded`), and of one whose model alone it loads (`alone`). `scalers` has what `load`
+says instead of a loss scaler that is missing, and of one that is not valid.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import distributed
 
 import ckpt
+from ckpt_formats.core.errors import CorruptError
+from ckpt_formats.core.state_names import MODEL
+from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_training import load
 from engines import ranks
 from recording_jobs.kinds import Kind
@@ -61,11 +67,29 @@ def alone(kind: Kind, saved: Path) -> list[float]:
     return losses
 
 
-WAYS: dict[str, Callable[[Kind, Path], list[float]]] = {
+def scalers(kind: Kind, saved: Path) -> list[str]:
+    """What `load` says of a checkpoint without a loss scaler, and of one whose scale is infinite."""
+    run: Any = start(kind, seed=1)
+    source = ckpt.open(saved)
+    before = run.optimizer.get_loss_scale()
+    said = list(load(replace(source, extras={}), run.model, run.optimizer).notices)
+    name = source.extras["optimizer"]["grad_scaler"]["scale"].name
+    scale = replace(source.parameters[name], states={MODEL: Tensor.of(ArrayBlob(np.array([np.inf], np.float32)))})
+    hostile = replace(source, parameters={**source.parameters, name: scale})
+    try:
+        load(hostile, run.model, run.optimizer)
+    except CorruptError as error:
+        said += [error.what, str(error.hint)]
+    assert run.optimizer.get_loss_scale() == before
+    return said
+
+
+WAYS: dict[str, Callable[[Kind, Path], list[Any]]] = {
     "whole": whole,
     "own": own,
     "loaded": loaded,
     "alone": alone,
+    "scalers": scalers,
 }
 
 

@@ -46,6 +46,8 @@ class Kind:
     """Do keys of distributed checkpoints begin with `module.`, as those of NeMo do?"""
     more: dict[str, Any] = field(default_factory=dict)
     """Other fields of the model's configuration, such as uneven stages."""
+    scaler: dict[str, Any] = field(default_factory=dict)
+    """Fields of the optimizer's configuration that say how the loss scale changes."""
     truth: str = ""
     """Whose values are the same: a kind that differs only in how it is cut."""
 

@@ -33,7 +33,7 @@ from megatron_jobs import without_cuda
 from megatron_jobs.kinds import KINDS, Kind
 
 STEPS = 2
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def config_of(kind: Kind) -> TransformerConfig:
@@ -45,6 +45,7 @@ def config_of(kind: Kind) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=kind.vpp,
         expert_model_parallel_size=kind.ep,
         bf16=kind.dtype == "bf16",
+        fp16=kind.dtype == "fp16",
         params_dtype=DTYPES[kind.dtype],
         pipeline_dtype=DTYPES[kind.dtype],
         use_cpu_initialization=True,
@@ -149,6 +150,8 @@ def trained(kind: Kind, steps: int = STEPS) -> tuple[list[Any], Any, Transformer
             lr=1e-2,
             weight_decay=0.1,
             bf16=kind.dtype == "bf16",
+            fp16=kind.dtype == "fp16",
+            **kind.scaler,
             params_dtype=DTYPES[kind.dtype],
             use_distributed_optimizer=kind.distributed,
             clip_grad=0.0,
@@ -194,7 +197,7 @@ def arguments(kind: Kind, config: TransformerConfig) -> argparse.Namespace:
         overlap_grad_reduce=kind.bucket is not None,
         ddp_bucket_size=kind.bucket,
         bf16=kind.dtype == "bf16",
-        fp16=False,
+        fp16=kind.dtype == "fp16",
         rank=torch.distributed.get_rank(),
     )
 

@@ -38,7 +38,7 @@ class Kind:
     scaler: bool = False
     """fp16's: two of the recorded steps are skipped."""
     dtype: Literal["bf16", "fp16"] = "bf16"
-    """Of DeepSpeed's model; fp16's first steps overflow, since the loss scale begins too high."""
+    """Of DeepSpeed's and Megatron's model; fp16's first steps overflow, since the loss scale begins too high."""
     mixed: bool = False
     """Does FSDP2 compute in bfloat16?"""
     megatron: str = ""
@@ -101,3 +101,12 @@ KINDS = {
         Kind("zero3_offload", "deepspeed", 2, stage=3, offload=True, optimizer="cpu-adam"),
     )
 }
+
+LOADED = {
+    kind.name: kind
+    for kind in (
+        Kind("megatron_fp16", "megatron", dtype="fp16", megatron="llama_fp16"),
+        Kind("megatron_experts_fp16", "megatron", 2, dtype="fp16", megatron="moe_ep2_fp16"),
+    )
+}
+"""Kinds that are saved and loaded, but not recorded."""

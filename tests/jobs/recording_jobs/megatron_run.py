@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, distributed
 
 from megatron_jobs import without_cuda
-from megatron_jobs.kinds import KINDS as MODELS
+from megatron_jobs.kinds import KINDS as BF16
 from megatron_jobs.resume import without_draws
 from megatron_jobs.save import arguments, save_legacy, trained
 from recording_jobs.kinds import Kind
 
+SCALER = {"initial_loss_scale": 2.0**22, "hysteresis": 1, "loss_scale_window": 2}
+MODELS = {**BF16, **{f"{name}_fp16": replace(BF16[name], dtype="fp16", scaler=SCALER) for name in ("llama", "moe_ep2")}}
 LENGTH, BATCH, MICRO_BATCHES, RATE = 12, 2, 2, 1e-2
 
 
@@ -89,4 +91,5 @@ def start(kind: Kind) -> MegatronRun:
     without_draws()
     model, optimizer, config = trained(MODELS[kind.megatron], steps=0)
     config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss if kind.dtype == "fp16" else None
     return MegatronRun(kind, model, optimizer, config)
