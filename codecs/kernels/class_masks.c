@@ -133,16 +133,54 @@ INLINE void class_planes(const u16 *words, ClassRule rule, u64 planes[CLASS_BITS
 }
 #endif
 
+INLINE i64 count_bits(u64 mask) { return __builtin_popcountll(mask); }
+
 /* Of each class, which of 64 words are of it. */
-INLINE void class_masks(const u16 *words, ClassRule rule, u64 masks[CLASSES]) {
-    u64 p[CLASS_BITS];
-    class_planes(words, rule, p);
+INLINE void masks_of_planes(const u64 p[CLASS_BITS], u64 masks[CLASSES]) {
     u64 low[4] = {~p[1] & ~p[0], ~p[1] & p[0], p[1] & ~p[0], p[1] & p[0]};
     u64 high[4] = {~p[3] & ~p[2], ~p[3] & p[2], p[3] & ~p[2], p[3] & p[2]};
     for (int c = 0; c < CLASSES; c++) masks[c] = high[c >> 2] & low[c & 3];
 }
 
-INLINE i64 count_bits(u64 mask) { return __builtin_popcountll(mask); }
+INLINE void class_masks(const u16 *words, ClassRule rule, u64 masks[CLASSES]) {
+    u64 planes[CLASS_BITS];
+    class_planes(words, rule, planes);
+    masks_of_planes(planes, masks);
+}
+
+/* Numbers of 16 bits, one for each class, four in a word: they are added and compared four at a time. */
+enum { COUNT_LANES = 4, COUNT_BITS = 16, COUNT_WORDS = CLASSES / COUNT_LANES, MAX_COUNT = (1 << (COUNT_BITS - 1)) - 1 };
+#define COUNT_TOPS 0x8000800080008000u
+
+INLINE u32 lane_of(const u64 lanes[COUNT_WORDS], int c) {
+    return (u32)(lanes[c / COUNT_LANES] >> (c % COUNT_LANES * COUNT_BITS) & 0xFFFF);
+}
+
+/* How many of the valid words are of each class. */
+INLINE void count_classes(const u64 p[CLASS_BITS], u64 valid, u64 lanes[COUNT_WORDS]) {
+    u64 masks[CLASSES];
+    masks_of_planes(p, masks);
+    for (int i = 0; i < COUNT_WORDS; i++) {
+        const u64 *four = masks + i * COUNT_LANES;
+        lanes[i] = (u64)count_bits(four[0] & valid) | (u64)count_bits(four[1] & valid) << COUNT_BITS |
+                   (u64)count_bits(four[2] & valid) << 2 * COUNT_BITS | (u64)count_bits(four[3] & valid) << 3 * COUNT_BITS;
+    }
+}
+
+/* What is known of 64 words: their classes, and how many are of each. Several blocks are looked at before any of them is changed or
+ * searched, so that no vector instruction waits for a branch that nobody can foresee. */
+typedef struct {
+    u64 planes[CLASS_BITS], members[COUNT_WORDS];
+} ClassBlock;
+
+enum { BLOCKS_AT_ONCE = 16, WORDS_AT_ONCE = BLOCKS_AT_ONCE * MASKED };
+
+INLINE ClassBlock look_at_block(const u16 *words, ClassRule rule, u64 valid) {
+    ClassBlock block;
+    class_planes(words, rule, block.planes);
+    count_classes(block.planes, valid, block.members);
+    return block;
+}
 
 /* The place of the set bit that has `rank` set bits below it; there is one. */
 INLINE int place_of_rank(u64 mask, i64 rank) {

@@ -10,7 +10,7 @@ typedef struct {
 } FuzzHalves;
 
 static FuzzHalves fuzz_halves(void) {
-    FuzzHalves h = {.n = one_in(20) ? random_below(3) : random_below(700), .buckets = 1 + random_below(16)};
+    FuzzHalves h = {.n = one_in(20) ? random_below(3) : random_below(one_in(10) ? 5000 : 700), .buckets = 1 + random_below(16)};
     h.predicted = exact(2 * h.n), h.actual = exact(2 * h.n), h.which = exact(h.n);
     i64 rarity = 1 + random_below(one_in(2) ? 3 : 60), octaves = 1 + random_below(16);
     h.mantissa = one_in(2) ? 7 : 10, h.least = (int)random_below(one_in(4) ? 256 : 4);

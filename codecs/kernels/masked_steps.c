@@ -133,45 +133,58 @@ INLINE int gaps_of_scale(int scale) { return scale - SHIFTED * shift_of_scale(sc
 
 /* An eighth of the values may change, and 64 more. */
 INLINE i64 most_changes(i64 n) { return n / 8 + MASKED; }
-enum { FOUND_AT_ONCE = 16 * MASKED };
 
+/* Values of a class so far are those in `seen` and those in its lane of `recent`. */
 typedef struct {
     i64 room, total, counts[CLASSES];
-    u32 seen[CLASSES], next[CLASSES]; /* values of the class so far, and after its last change */
+    u64 recent[COUNT_WORDS];
+    u32 seen[CLASSES], next[CLASSES]; /* and those up to the class's last change */
     u32 *gaps[CLASSES];               /* `room` of each class */
     u16 *steps[CLASSES];
 } ChangeFinder;
 
-INLINE void find_block_changes(ChangeFinder *f, const u16 *before, const u16 *after, ClassRule rule, u64 valid) {
-    u64 changed = changed_mask(before, after), masks[CLASSES];
-    class_masks(before, rule, masks);
-    for (; changed; changed &= changed - 1) {
-        int i = __builtin_ctzll(changed), c = class_of(before[i], rule);
-        u32 ordinal = f->seen[c] + (u32)count_bits(masks[c] & ((changed & -changed) - 1));
-        i64 at = f->counts[c]++;
-        f->gaps[c][at] = ordinal - f->next[c];
-        f->steps[c][at] = (u16)(after[i] - before[i]);
-        f->next[c] = ordinal + 1;
+INLINE void find_block_changes(ChangeFinder *f, const u16 *before, const u16 *after, u64 changed, const ClassBlock *block,
+                               ClassRule rule) {
+    if (changed) {
+        u64 masks[CLASSES];
+        masks_of_planes(block->planes, masks);
+        for (; changed; changed &= changed - 1) {
+            int i = __builtin_ctzll(changed), c = class_of(before[i], rule);
+            u32 rank = (u32)count_bits(masks[c] & ((changed & -changed) - 1)), ordinal = f->seen[c] + lane_of(f->recent, c) + rank;
+            i64 at = f->counts[c]++;
+            f->gaps[c][at] = ordinal - f->next[c];
+            f->steps[c][at] = (u16)(after[i] - before[i]);
+            f->next[c] = ordinal + 1;
+        }
     }
-    for (int c = 0; c < CLASSES; c++) f->seen[c] += (u32)count_bits(masks[c] & valid);
+    for (int i = 0; i < COUNT_WORDS; i++) f->recent[i] += block->members[i];
 }
 
-/* False if there are more changes than `room`: it is compared after every FOUND_AT_ONCE values, and after it there is room for
- * a block. */
+/* False if there are more changes than `room`: it is compared before WORDS_AT_ONCE values, whose number fits a lane, and after
+ * these there is room for a block. */
 static bool find_changes(ChangeFinder *f, const u16 *before, const u16 *after, i64 n, ClassRule rule) {
     i64 i = 0, whole = n & ~(i64)(MASKED - 1);
     while (i < whole) {
+        ClassBlock blocks[BLOCKS_AT_ONCE];
+        u64 changed[BLOCKS_AT_ONCE];
+        int count = (int)min((whole - i) / MASKED, (i64)BLOCKS_AT_ONCE);
         i64 found = 0;
         for (int c = 0; c < CLASSES; c++) found += f->counts[c];
-        if (f->room - found < FOUND_AT_ONCE) return false;
-        for (i64 end = min(whole, i + FOUND_AT_ONCE); i < end; i += MASKED)
-            find_block_changes(f, before + i, after + i, rule, ~(u64)0);
+        if (f->room - found < WORDS_AT_ONCE) return false;
+        for (int b = 0; b < count; b++) {
+            changed[b] = changed_mask(before + i + b * MASKED, after + i + b * MASKED);
+            blocks[b] = look_at_block(before + i + b * MASKED, rule, ~(u64)0);
+        }
+        for (int b = 0; b < count; b++, i += MASKED) find_block_changes(f, before + i, after + i, changed[b], blocks + b, rule);
+        for (int c = 0; c < CLASSES; c++) f->seen[c] += lane_of(f->recent, c);
+        memset(f->recent, 0, sizeof f->recent);
     }
     if (i < n) {
         u16 old[MASKED], new[MASKED];
         u64 valid = pad_block(before + i, n - i, old);
         pad_block(after + i, n - i, new);
-        find_block_changes(f, old, new, rule, valid);
+        ClassBlock block = look_at_block(old, rule, valid);
+        find_block_changes(f, old, new, changed_mask(old, new), &block, rule);
     }
     for (int c = 0; c < CLASSES; c++) f->total += f->counts[c];
     return f->total <= most_changes(n);
@@ -310,7 +323,7 @@ static u16 *write_class_words(u32 states[2], ClassCode code, const u8 *gap_symbo
 
 i64 API(write_masked_steps_scratch)(i64 n) {
     if (!is_size(n)) return BAD_SIZE;
-    i64 room = most_changes(n) + FOUND_AT_ONCE + MASKED;
+    i64 room = most_changes(n) + WORDS_AT_ONCE + MASKED;
     return CLASSES * (PIECE(4 * room) + PIECE(2 * room)) + 2 * PIECE(room) + PIECE(4 * room + 2);
 }
 
@@ -318,7 +331,7 @@ i64 API(write_masked_steps)(const u16 *before, const u16 *after, i64 n, int mant
                             i64 tables_size, u8 *out, i64 room, u8 *scratch, i64 scratch_size) {
     const MaskedTables *tables = masked_tables(tables_data, tables_size);
     if (!is_size(n) || !is_class_rule(mantissa_bits, 0, CLASSES) || !tables || room < 2 * n + 1024) return BAD_SIZE;
-    i64 most = most_changes(n) + FOUND_AT_ONCE + MASKED;
+    i64 most = most_changes(n) + WORDS_AT_ONCE + MASKED;
     Scratch s = {scratch, scratch + scratch_size};
     ChangeFinder f = {.room = most - MASKED};
     for (int c = 0; c < CLASSES; c++) f.gaps[c] = take(&s, 4 * most), f.steps[c] = take(&s, 2 * most);
@@ -451,26 +464,42 @@ static bool read_class_changes(ChangeReader *r, ClassCode code, const MaskedTabl
     return true;
 }
 
-/* Of each class, how many of its values come before its next change; the gap before that, the last gap, and the step. */
+/* Of each class, how many of its values come before its next change: in its lane of `near`, up to MAX_COUNT of them, and in
+ * `beyond`; then the gap before that, the last gap, and the step. */
 typedef struct {
-    u32 left[CLASSES];
+    u64 near[COUNT_WORDS];
+    u32 beyond[CLASSES];
     const u32 *gaps[CLASSES], *ends[CLASSES];
     const u16 *steps[CLASSES];
 } ChangePlacer;
 
-/* Changes 64 values in `out`, which may be `before`; returns the mask of their places. */
-INLINE u64 place_block_changes(ChangePlacer *p, const u16 *before, ClassRule rule, u64 valid, u16 *out) {
-    u64 masks[CLASSES], changed = 0;
-    class_masks(before, rule, masks);
-    for (int c = 0; c < CLASSES; c++) {
-        u32 members = (u32)count_bits(masks[c] & valid);
-        while (RARE(p->left[c] < members)) {
-            int i = place_of_rank(masks[c], p->left[c]);
-            out[i] = (u16)(before[i] + *p->steps[c]++);
-            p->left[c] += 1 + *++p->gaps[c];
-            changed |= (u64)1 << i;
+INLINE void set_left(ChangePlacer *p, int c, u32 left) {
+    u64 near = left < MAX_COUNT ? left : MAX_COUNT;
+    int shift = c % COUNT_LANES * COUNT_BITS;
+    p->near[c / COUNT_LANES] = (p->near[c / COUNT_LANES] & ~((u64)0xFFFF << shift)) | near << shift;
+    p->beyond[c] = left - (u32)near;
+}
+
+/* Changes the 64 values of a block in `out`, which may be `before`; returns the mask of their places. */
+INLINE u64 place_block_changes(ChangePlacer *p, const u16 *before, const ClassBlock *block, u16 *out) {
+    u64 left[COUNT_WORDS], masks[CLASSES], reached = 0, changed = 0;
+    for (int i = 0; i < COUNT_WORDS; i++) {
+        u64 rest = (p->near[i] | COUNT_TOPS) - block->members[i]; /* no lane borrows: a top is more than 64 */
+        left[i] = p->near[i];
+        p->near[i] = rest & ~COUNT_TOPS;
+        reached |= (~rest & COUNT_TOPS) >> (COUNT_BITS - 1 - i);
+    }
+    if (!reached) return 0;
+    masks_of_planes(block->planes, masks);
+    for (; reached; reached &= reached - 1) {
+        int bit = __builtin_ctzll(reached), c = bit % COUNT_BITS * COUNT_LANES + bit / COUNT_BITS;
+        u32 count = lane_of(block->members, c), rank = lane_of(left, c) + p->beyond[c];
+        for (; rank < count; rank += 1 + *++p->gaps[c]) {
+            int place = place_of_rank(masks[c], rank);
+            out[place] = (u16)(before[place] + *p->steps[c]++);
+            changed |= (u64)1 << place;
         }
-        p->left[c] -= members;
+        set_left(p, c, rank - count);
     }
     return changed;
 }
@@ -488,7 +517,8 @@ static bool read_changes(const u8 *data, i64 size, i64 n, const MaskedTables *ta
     if (!read_class_codes(&r, n, codes)) return false;
     for (int c = 0; c < CLASSES; c++) {
         if (!read_class_changes(&r, codes[c], tables, gaps, steps)) return false;
-        p->left[c] = *gaps, p->gaps[c] = gaps, p->steps[c] = steps;
+        set_left(p, c, *gaps);
+        p->gaps[c] = gaps, p->steps[c] = steps;
         gaps += codes[c].count, steps += codes[c].count;
         p->ends[c] = gaps++;
     }
@@ -514,20 +544,23 @@ i64 API(read_masked_steps)(const u8 *data, i64 size, const u16 *before, i64 n, i
     u32 *gaps = take(&s, 4 * (n + CLASSES));
     u16 *steps = take(&s, 2 * (n + CLASSES));
     if (!gaps || !steps) return BAD_SIZE;
-    ChangePlacer p;
+    ChangePlacer p = {.near = {0}};
     if (!read_changes(data, size, n, tables, gaps, steps, &p)) return 0;
     ClassRule rule = {mantissa_bits, data[0], CLASSES - 1};
+    if (out != before && n) memcpy(out, before, (size_t)n * sizeof *out); /* faster than block by block beside the reads */
     i64 i = 0;
-    for (; i + MASKED <= n; i += MASKED) {
-        if (out != before) memcpy(out + i, before + i, MASKED * sizeof *out);
-        place_block_changes(&p, before + i, rule, ~(u64)0, out + i);
+    while (i + MASKED <= n) {
+        ClassBlock blocks[BLOCKS_AT_ONCE];
+        int count = (int)min((n - i) / MASKED, (i64)BLOCKS_AT_ONCE);
+        for (int b = 0; b < count; b++) blocks[b] = look_at_block(out + i + b * MASKED, rule, ~(u64)0);
+        for (int b = 0; b < count; b++, i += MASKED) place_block_changes(&p, out + i, blocks + b, out + i);
     }
     if (i < n) {
-        u16 old[MASKED], new[MASKED];
-        u64 valid = pad_block(before + i, n - i, old);
-        memcpy(new, old, sizeof new);
-        place_block_changes(&p, old, rule, valid, new);
-        memcpy(out + i, new, (size_t)(n - i) * sizeof *out);
+        u16 last[MASKED];
+        u64 valid = pad_block(out + i, n - i, last);
+        ClassBlock block = look_at_block(last, rule, valid);
+        place_block_changes(&p, last, &block, last);
+        memcpy(out + i, last, (size_t)(n - i) * sizeof *out);
     }
     return has_placed_all(&p);
 }
@@ -540,18 +573,28 @@ i64 API(list_masked_steps)(const u8 *data, i64 size, const u16 *before, i64 n, i
     u32 *gaps = take(&s, 4 * (n + CLASSES));
     u16 *steps = take(&s, 2 * (n + CLASSES));
     if (!gaps || !steps) return BAD_SIZE;
-    ChangePlacer p;
+    ChangePlacer p = {.near = {0}};
     if (!read_changes(data, size, n, tables, gaps, steps, &p)) return 0;
     ClassRule rule = {mantissa_bits, data[0], CLASSES - 1};
     i64 count = 0;
-    for (i64 i = 0; i < n; i += MASKED) {
+    for (i64 i = 0; i < n;) {
+        ClassBlock blocks[BLOCKS_AT_ONCE];
         u16 padded[MASKED], changed_words[MASKED];
-        u64 valid = n - i < MASKED ? pad_block(before + i, n - i, padded) : ~(u64)0;
-        u64 changed = place_block_changes(&p, ~valid ? padded : before + i, rule, valid, changed_words);
-        for (; changed; changed &= changed - 1) {
-            int place = __builtin_ctzll(changed);
-            places[count] = i + place;
-            words[count++] = changed_words[place];
+        const u16 *from = before + i;
+        int ready = (int)min((n - i) / MASKED, (i64)BLOCKS_AT_ONCE);
+        for (int b = 0; b < ready; b++) blocks[b] = look_at_block(from + b * MASKED, rule, ~(u64)0);
+        if (!ready) {
+            u64 valid = pad_block(from, n - i, padded);
+            from = padded, ready = 1;
+            blocks[0] = look_at_block(padded, rule, valid);
+        }
+        for (int b = 0; b < ready; b++, i += MASKED) {
+            u64 changed = place_block_changes(&p, from + b * MASKED, blocks + b, changed_words);
+            for (; changed; changed &= changed - 1) {
+                int place = __builtin_ctzll(changed);
+                places[count] = i + place;
+                words[count++] = changed_words[place];
+            }
         }
     }
     return has_placed_all(&p) ? count : 0;
