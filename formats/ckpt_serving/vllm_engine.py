@@ -37,7 +37,7 @@ def register() -> None:
 
 
 @dataclass
-class StepInfo:
+class WorkerUpdate:
     """The body of `/update_weights`."""
 
     step: int | None = None
@@ -60,7 +60,7 @@ class ChainEngine(installed_class("vllm.distributed.weight_transfer.base:WeightT
     """
 
     init_info_cls = ChainInfo
-    update_info_cls = StepInfo
+    update_info_cls = WorkerUpdate
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, info: ChainInfo) -> None:
@@ -74,7 +74,7 @@ class ChainEngine(installed_class("vllm.distributed.weight_transfer.base:WeightT
     def start_weight_update(self) -> None:
         """Do nothing: an update is one call."""
 
-    def receive_weights(self, info: StepInfo) -> None:
+    def receive_weights(self, info: WorkerUpdate) -> None:
         """Fetch and verify a step, and write it into the model.
 
         Raises as `Follower.update`, with the weights unchanged; `EngineError` if the model has weights of two steps.
