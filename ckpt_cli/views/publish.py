@@ -1,6 +1,7 @@
 """Run `publish`, and show what it did."""
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -71,14 +72,19 @@ def watch(
             resources=resources,
             stop=stop,
         )
-        for one in published:
-            if isinstance(one, SkippedCheckpoint):
-                report.say(f"not published: {printable(str(one.error))}")
-                continue
-            if as_json:
-                notes.note(*one.notices)
-            _show(one, as_json)
-            sys.stdout.flush()
+        with suppress(KeyboardInterrupt):  # the signal came while a step was published: the chain is as it was
+            for one in published:
+                _show_watched(one, as_json)
+
+
+def _show_watched(one: PublishedCheckpoint | SkippedCheckpoint, as_json: bool) -> None:
+    if isinstance(one, SkippedCheckpoint):
+        report.say(f"not published: {printable(str(one.error))}")
+        return
+    if as_json:
+        notes.note(*one.notices)
+    _show(one, as_json)
+    sys.stdout.flush()
 
 
 def _key(given: PublishOptions) -> bytes | None:

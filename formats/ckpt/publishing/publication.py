@@ -372,11 +372,19 @@ class Publication:
                 continue
             follows = record.is_base or (head is not None and record.parent == head.record)
             if follows and all(self._is_stored(ref) for ref in (record.model, *(one.object for one in record.shares))):
-                head, last = _head_after(head, record, ref_of(name, data)), record
+                folds = () if head is None or not record.is_base else self._fold_over(head, name)
+                head, last = _head_after(head, record, ref_of(name, data), folds), record
         if head is not None and last is not None and head != self.head:
             self._put_head(head, last)
         if head is not None:
             self._steps = [name for name in names if head.base <= name <= head.record.name]
+
+    def _fold_over(self, head: Head, base: StepName) -> tuple[tuple[int, int], ...]:
+        """The folds that a head may name after a base, if a killed process has stored it as a delta, too."""
+        last = head.record.name
+        if last.epoch != base.epoch or self.place.head(base.fold_key(last.step)) is None:
+            return ()
+        return _most_useful([*head.folds, (last.step, base.step)])
 
     def _is_stored(self, ref: ObjectRef) -> bool:
         there = self.place.head(ref.key)
@@ -401,6 +409,7 @@ def open_publication(
     signing_key: bytes | None = None,
     locks: bool = True,
     files: Mapping[str, bytes] = MappingProxyType({}),
+    read_back: bool = False,
 ) -> Iterator[Publication]:
     """Open a published chain to extend it, and create it if there is nothing at `run`.
 
@@ -410,6 +419,7 @@ def open_publication(
         signing_key: Signs the records and the head.
         locks: Refuse a file system that cannot lock, or a store that ignores conditions.
         files: The content of the files of the model, by name.
+        read_back: Read back all that is written into a store, whatever the store says of it.
 
     Raises:
         LockedError: Another process publishes into the chain.
@@ -417,7 +427,7 @@ def open_publication(
         UnsupportedError: A chain is there that is not a published one.
         CorruptError: The chain is damaged, or not signed with this key.
     """
-    place = place_at(run)
+    place = place_at(run, read_back)
     try:
         _create_chain(run, place)
         with hold(place, _LEASE, run, locks, _PUBLISHING) as right:
@@ -460,11 +470,14 @@ def is_base_due(head: Head) -> bool:
     return 2 * head.delta_nbytes > head.base_nbytes
 
 
-def put_object(place: Place, ref: ObjectRef, data: bytes) -> None:
-    """Store an object of a chain; if it is there, nothing is written. Raises `OSError`, `OutputError`."""
+def put_object(place: Place, ref: ObjectRef, data: bytes, scratch: Path | None = None) -> None:
+    """Store an object of a chain; if it is there, nothing is written. Raises `OSError`, `OutputError`.
+
+    scratch: the folder for a large object on its way to a store; None: where the system has temporary files.
+    """
     try:
         if place.local is None and len(data) > _SINGLE_REQUEST:
-            _upload(place, ref.key, data)
+            _upload(place, ref.key, data, scratch)
         else:
             create(place, ref.key, data)
     except FileExistsError:
@@ -489,8 +502,8 @@ def _read_model(ref: ObjectRef, read: ReadRecord, run: Path) -> PublishedModel:
     return PublishedModel.from_bytes(data, run / ref.key)
 
 
-def _upload(place: Place, key: str, data: bytes) -> None:
-    with tempfile.TemporaryDirectory(prefix="ckpt-") as temporary:
+def _upload(place: Place, key: str, data: bytes, scratch: Path | None) -> None:
+    with tempfile.TemporaryDirectory(prefix="ckpt-", dir=scratch) as temporary:
         path = Path(temporary, "object")
         path.write_bytes(data)
         place.create_from(key, path, lambda: None)

@@ -130,26 +130,33 @@ def publish(
     own_step = _step(checkpoint, step)
     load_kernels()
     source, _ = _source(checkpoint, run, names, dtype, config, signing_key)
-    earlier = None if before is None else exported_model(before, names, dtype, config).divided_as(source.model)
+    earlier, notes = None, tuple[Notice, ...]()
+    if before is not None:
+        try:
+            earlier = exported_model(before, names, dtype, config).divided_as(source.model)
+        except CkptError as error:  # it may have been removed meanwhile
+            notes = (Notice(f"the values of the last step are read from the chain: {error}"),)
     with (
         interruptible(count_to(source.model.nbytes, progress)) as count,
-        open_publication(run, source.model, signing_key, execution.locks, source.files) as publication,
+        open_publication(
+            run, source.model, signing_key, execution.locks, source.files, execution.read_back
+        ) as publication,
     ):
         work = _Publishing(publication, source, earlier, execution)
-        start, notes = work.start(own_step), tuple[Notice, ...]()
+        start = work.start(own_step)
         if start.is_published:
             assert publication.record is not None
             record, changed, kind, removed = publication.record, 0, "unchanged", 0
         else:
             is_base, parent = publication.needs_base(), publication.parent
-            encoded, notes = work.encode(publication.route_to(parent) if parent is not None else None, is_base, count)
+            encoded, more = work.encode(publication.route_to(parent) if parent is not None else None, is_base, count)
             if encoded.bases:
                 publication.commit(own_step, None, encoded.bases, encoded.deltas or None)
             else:
                 publication.commit(own_step, parent, encoded.deltas)
             assert publication.record is not None
             record, changed, kind = publication.record, encoded.changed, "base" if encoded.bases else "delta"
-            notes += work.fold() if folds else ()
+            notes += (*more, *(work.fold() if folds else ()))
             removed = 0 if keep is None else remove_unneeded(publication, keep)
     return PublishedCheckpoint(
         run,
@@ -272,7 +279,7 @@ class _Publishing:
         return ()
 
     def _put(self, encoded: EncodedShare) -> EncodedShare:
-        put_object(self._publication.place, encoded.share.object, encoded.object)
+        put_object(self._publication.place, encoded.share.object, encoded.object, self._resources.scratch)
         return encoded
 
     def _buffers(self, rank: int) -> RankBuffers:
