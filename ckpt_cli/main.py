@@ -40,6 +40,7 @@ COMMANDS = {
     "rules": "ckpt_cli.commands.rules:rules",
     "diff": "ckpt_cli.commands.diff:diff",
     "append": "ckpt_cli.commands.append:append",
+    "follow": "ckpt_cli.commands.follow:follow",
     "restore": "ckpt_cli.commands.restore:restore",
     "shadow": "ckpt_cli.commands.shadow:shadow",
     "publish": "ckpt_cli.commands.publish:publish",

@@ -21,7 +21,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ckpt.following.follower import FollowedStep, Follower
+from ckpt.following.follower import Follower
+from ckpt.following.source import FollowedStep
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint

@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -209,6 +212,28 @@ def test_each_step_is_posted_and_run_and_failures_do_not_stop_following(run: Pub
         events = follow(run, target, notify=f"{server.url}/reload")
     assert kinds(events) == ["verified", "serving", "notified"]
     assert "has answered 500" in str(events[-1].error)
+
+
+def test_command_prints_an_event_on_each_line_until_a_signal_ends_it(run: PublishedRun, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"0123456789abcdef\n")
+    signed = PublishedRun(tmp_path / "signed.chain", weights_at(1), key=b"0123456789abcdef", files=FILES)
+    signed.publish(1, weights_at(1))
+    words = [sys.executable, "-m", "ckpt_cli", "follow", str(signed.run), str(tmp_path / "served")]
+    options = ["--key", str(key), "--exec", 'echo "$CKPT_STEP"', "--every", "0.05", "--json"]
+    with subprocess.Popen([*words, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        events = [json.loads(process.stdout.readline()) for _ in range(3)]
+        signed.publish(2, weights_at(2))
+        events += [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGTERM)
+        events.append(json.loads(process.stdout.readline()))
+        assert process.wait(30) == 0
+        assert process.stderr.read() == "1\n2\n"
+    assert [one["event"] for one in events] == [*["serving", "executed", "waiting"] * 2, "stopped"]
+    assert (events[3]["step"], events[3]["base"], events[3]["path"]) == (2, False, str(tmp_path / "served" / "b"))
+    assert served_bytes(tmp_path / "served" / "current") == bytes_of(weights_at(2))
 
 
 def test_folder_has_one_follower_and_nothing_else(run: PublishedRun, tmp_path: Path) -> None:

@@ -155,6 +155,7 @@ ODD: dict[str, Odd] = {
     "steps published into a chain of checkpoints": Odd(
         "publish a.pt run.chain --names as-is --step 3", 22, ("append",)
     ),
+    "a chain that is not published is followed": Odd("follow run.chain served --once", 10, ("--once",)),
     "names that are not known": Odd("publish a.pt new.chain --step 3", 22, ("--config", "--names as-is")),
     "a chain of another model": Odd("append run.chain a.pt", 22, ("--step",)),
     "a state where a chain must be": Odd("compact u --keep last:1", 10, ("not a chain", "ckpt append")),

@@ -91,6 +91,10 @@ def follow_into(
     own, stop = resources or Resources.of_machine(), stop or threading.Event()
     scratch = None if own.scratch is None else Path(own.scratch)
     source = PublishedSource(chain, key, patience, stop, scratch)
+    if once and source.head() is None:
+        raise NotFoundError(
+            "nothing is published here yet", where=source.where, hint="Check the path, or wait without --once."
+        )
     with ServedFolder(target, source, own.workers) as served:
         follower = _FolderFollower(served, report, stop, once, step, every, notify, command)
         try:
@@ -139,10 +143,6 @@ class _FolderFollower:
             if error is not None or served.step is not None:
                 self._event("verified" if error is None else "discarded", error=error)
         head = served.source.head(0.0 if self.once or served.source.newest is None else _LOOK_SECONDS)
-        if head is None and self.once:
-            raise NotFoundError(
-                "nothing is published here yet", where=served.source.where, hint="Check the path, or leave out --once."
-            )
         target = None if head is None else self._target(head)
         if head is None or target is None:
             if not self.waits:

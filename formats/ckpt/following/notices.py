@@ -1,11 +1,8 @@
 """Tell the readers of a served folder that it has another step: a POST request, or a command."""
 
 import json
-import os
 import subprocess
-import sys
 import threading
-from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
@@ -20,6 +17,9 @@ _ATTEMPTS, _FIRST_PAUSE = 3, 0.5
 _MAX_ANSWER = 1 << 16
 _POLL = 0.02
 """Seconds between two looks at whether a command has ended."""
+_STANDARD_ERROR = 2
+_WITH_STEP = 'CKPT_STEP=$1 CKPT_EPOCH=$2 CKPT_HASH=$3 CKPT_PATH=$4 exec /bin/sh -c "$0"'
+"""Runs a command of the shell with more variables than this process has."""
 _END_SECONDS = 5.0
 """How long a command may take to end after SIGTERM."""
 
@@ -75,12 +75,8 @@ def run_command(command: str, step: FollowedStep, path: Path, stop: threading.Ev
     Its environment has CKPT_STEP, CKPT_EPOCH, CKPT_HASH and CKPT_PATH; what it prints goes to standard error. Once
     `stop` is set, it gets SIGTERM, and five seconds later SIGKILL.
     """
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", command],
-        env={**os.environ, **environment_of(step, path)},
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr.fileno() if sys.stderr is not None else subprocess.DEVNULL,
-    )
+    words = (command, str(step.step), str(step.epoch), step.hash, str(path))
+    process = subprocess.Popen(["/bin/sh", "-c", _WITH_STEP, *words], stdin=subprocess.DEVNULL, stdout=_STANDARD_ERROR)
     while process.poll() is None and not stop.wait(_POLL):
         pass
     if process.poll() is None:
@@ -91,16 +87,6 @@ def run_command(command: str, step: FollowedStep, path: Path, stop: threading.Ev
             process.kill()
     code = process.wait()
     return code if code >= 0 else 128 - code
-
-
-def environment_of(step: FollowedStep, path: Path) -> Mapping[str, str]:
-    """What a command is told of a step."""
-    return {
-        "CKPT_STEP": str(step.step),
-        "CKPT_EPOCH": str(step.epoch),
-        "CKPT_HASH": step.hash,
-        "CKPT_PATH": str(path),
-    }
 
 
 def _post(parts: SplitResult, body: bytes) -> NotifyError | None:
