@@ -6,7 +6,8 @@ the chain, and the head is replaced only if it is the one that this process has 
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -50,6 +51,8 @@ _LEASE = f"{FOLDER}/lease"
 _PUBLISHING = "publishing into this chain"
 _SINGLE_REQUEST = 16 << 20
 """Bytes of an object that is put by one request; larger ones are uploaded in parts."""
+_REQUESTS = 16
+"""Records that are read at once."""
 _FOLDERS = ("steps", "folds", "objects", "receipts")
 FOLD_LENGTHS = (4, 16, 64)
 """How many steps a fold joins. Folds begin and end at multiples, counted from the base: so no two of them overlap."""
@@ -246,6 +249,13 @@ class Publication:
             if isinstance(error, CkptError):
                 raise
             raise unwritable(error, self.run) from error
+
+    def load_records(self, keys: Iterable[str]) -> None:
+        """Read the records of steps and folds that `record_at` will return, many at once. Raises as that."""
+        unread = [key for key in keys if key not in self._records]
+        with ThreadPoolExecutor(_REQUESTS, "ckpt-records") as pool:
+            for _ in pool.map(self.record_at, unread):
+                pass
 
     def record_at(self, key: str) -> StepRecord:
         """The record of a step or a fold. Raises `CorruptError`."""

@@ -157,7 +157,8 @@ def publish(
             assert publication.record is not None
             record, changed, kind = publication.record, encoded.changed, "base" if encoded.bases else "delta"
             notes += (*more, *(work.fold() if folds else ()))
-            removed = 0 if keep is None else remove_unneeded(publication, keep)
+            removed, more = (0, ()) if keep is None else _removed(publication, keep)
+            notes += more
     return PublishedCheckpoint(
         run,
         record.name.epoch,
@@ -312,6 +313,17 @@ class _Publishing:
             if read is None:
                 raise CorruptError("the object is missing", where=path)
             buffers.apply(read[0], share, record.is_base, path)
+
+
+def _removed(publication: Publication, keep: KeepSteps) -> tuple[int, tuple[Notice, ...]]:
+    """Remove what is no longer needed. The step is published: what fails is a notice."""
+    try:
+        return remove_unneeded(publication, keep), ()
+    except LockedError:
+        raise
+    except (CkptError, OSError) as error:
+        text = f"the step is published, but what earlier ones need no longer was not removed: {error}"
+        return 0, (Notice(text, weight=Weight.UNSURE),)
 
 
 def _fill(buffers: RankBuffers, source: ExportedModel, rank: int, reading: Reading) -> None:

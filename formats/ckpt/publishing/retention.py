@@ -18,6 +18,8 @@ from ckpt_formats.universal.published.records import (
 
 KeepSteps = Annotated[str, Admits("last:N", re.compile(r"last:[1-9][0-9]{0,8}").fullmatch)]
 """How many steps stay, as a text."""
+_AT_ONCE = 16
+"""Records that are read at once to find a base."""
 GRACE_SECONDS = 600.0
 """A follower may read what it needs for so long after a later step was published."""
 
@@ -40,12 +42,15 @@ def remove_unneeded(publication: Publication, keep: KeepSteps, grace: float = GR
     if not superseded:
         return 0
     of_epoch = [name for name in superseded if name.epoch == superseded[-1].epoch]
+    if of_epoch[0] == names[0] and len(of_epoch) <= int(keep.partition(":")[2]):
+        return 0  # nothing is read of the records while all steps stay
     first = _base_of(publication, of_epoch, of_epoch[-int(keep.partition(":")[2]) :][0])
     needed = {steps[name] for name in names if name >= first}
     for key in entries:
         fold = parse_fold_name(stems[key]) if key.startswith("folds/") else None
         if fold is not None and StepName(fold[0].epoch, fold[1]) >= first:
             needed.add(key)
+    publication.load_records([f"{FOLDER}/{key}" for key in needed])
     for key in list(needed):
         needed |= {one.removeprefix(f"{FOLDER}/") for one in publication.objects_of(f"{FOLDER}/{key}")}
     publication.first = first
@@ -65,7 +70,11 @@ def remove_unneeded(publication: Publication, keep: KeepSteps, grace: float = GR
 
 def _base_of(publication: Publication, names: list[StepName], name: StepName) -> StepName:
     """The last base up to a step; `names` are those of its epoch, in their order."""
-    for one in reversed([other for other in names if other <= name]):
-        if publication.record_at(one.key).is_base:
-            return one
+    earlier = [other for other in names if other <= name]
+    while earlier:
+        some, earlier = earlier[-_AT_ONCE:], earlier[:-_AT_ONCE]
+        publication.load_records([one.key for one in some])
+        base = next((one for one in reversed(some) if publication.record_at(one.key).is_base), None)
+        if base is not None:
+            return base
     return names[0]
