@@ -22,7 +22,6 @@ from pathlib import Path
 import numpy as np
 
 from ckpt.pipeline import Execution
-from ckpt.serving.address import NetworkAddress, parse_address
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.shadow import Shadow
 from ckpt_codecs.gradients import gradient_codec
@@ -100,17 +99,17 @@ def write_log(run: Path, kind: str) -> tuple[float, int]:
     return nbytes / values.size, start
 
 
-def follow(run: Path, start: int, address: NetworkAddress | None = None) -> float:
-    """CPU seconds to read, check and apply all steps, without loading the start. `address`: of a server of the log."""
+def follow(run: Path, start: int, url: str | None = None) -> float:
+    """CPU seconds to read, check and apply all steps, without loading the start. `url`: where the chain is served."""
     path = run / "gradients-0000000000" / rank_file(0)
     content = path.read_bytes()
     os.truncate(path, start)
     with ExitStack() as stack:
-        if address is None:
+        if url is None:
             shadow = Shadow(run, resources=Execution(workers=1))
         else:
             shadow = Shadow(
-                stack.enter_context(LogMirror(address, place=run.parent / "mirror")), resources=Execution(workers=1)
+                stack.enter_context(LogMirror(url, place=run.parent / "mirror")), resources=Execution(workers=1)
             )
         while shadow.step is None:
             shadow.poll()
@@ -123,18 +122,18 @@ def follow(run: Path, start: int, address: NetworkAddress | None = None) -> floa
 
 
 @contextmanager
-def served(run: Path) -> Iterator[tuple[NetworkAddress, Callable[[], float]]]:
-    """The address of a server of the log in a process of its own, and how many CPU seconds that has taken."""
+def served(run: Path) -> Iterator[tuple[str, Callable[[], float]]]:
+    """The URL of a server of the chain in a process of its own, and how many CPU seconds that has taken."""
     command = [sys.executable, "-m", "ckpt_cli", "serve", str(run), "--listen", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
-        address = parse_address(json.loads(child.stdout.readline())["address"])
+        url = json.loads(child.stdout.readline())["address"]
 
         def spent() -> float:
             fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
             return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-        yield address, spent
+        yield url, spent
         child.kill()
 
 
@@ -156,10 +155,10 @@ def main() -> None:
         nbytes, start = write_log(run, kind)
         follow(run, start)
         followed, restored = min(follow(run, start) for _ in range(3)), min(restore(run) for _ in range(3))
-        with served(run) as (address, spent):
-            follow(run, start, address)
+        with served(run) as (url, spent):
+            follow(run, start, url)
             before = spent()
-            fetched = min(follow(run, start, address) for _ in range(3))
+            fetched = min(follow(run, start, url) for _ in range(3))
             serving = (spent() - before) / (3 * (run / "gradients-0000000000" / rank_file(0)).stat().st_size / 1e9)
         total = TENSORS * SIZE * STEPS / 1e6
         rates = {"shadow": followed, "over a socket": fetched, "restore": restored}

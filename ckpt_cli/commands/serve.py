@@ -1,4 +1,4 @@
-"""`ckpt serve`: the log of a recorded run, for shadows on other machines."""
+"""`ckpt serve`: the files of a chain, for readers on other machines."""
 
 from typing import TYPE_CHECKING
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_ADDRESS = "tcp://"
-"""How the address of a server of a log begins."""
+_URLS = ("http://", "https://")
+"""How the URL of a chain that is served begins."""
 _FILE = click.Path(dir_okay=False, readable=False)
 
 
@@ -74,12 +74,12 @@ def shadow_options(command: F) -> F:
             raise click.UsageError("--output and --part exclude each other: a part is not a checkpoint.")
         if listening.listen is not None and options.once:
             raise click.UsageError("--listen and --once exclude each other: with --once, the shadow ends.")
-        if arguments["chain"].startswith(_ADDRESS):
+        if arguments["chain"].startswith(_URLS):
             from ckpt_cli.reading import shadow_credentials
 
             options = replace(options, credentials=shadow_credentials())
         elif options.mirror is not None:
-            raise click.UsageError("--mirror is for a CHAIN that is served: tcp://HOST:PORT.")
+            raise click.UsageError("--mirror is for a CHAIN that is served: https://HOST[:PORT]/NAME.")
         return command(*args, options=options, **arguments)
 
     listening = _listening_options(
@@ -103,7 +103,7 @@ def shadow_options(command: F) -> F:
                 "--mirror",
                 type=CheckpointPath(),
                 metavar="DIR",
-                help="If CHAIN is an address: where the bytes of the log are kept until they are applied. The folder "
+                help="If CHAIN is a URL: where the bytes of the log are kept until they are applied. The folder "
                 "of temporary files unless given.",
             ),
             click.option("--once", is_flag=True, help="Go to the last step that all ranks have now, and end there."),
@@ -131,7 +131,7 @@ def serve_options(command: F) -> F:
 
     return _listening_options(
         cast(F, wrapper),
-        "Where shadows find the log. HOST is localhost unless given; another one needs a token and TLS.",
+        "Where readers find the chain. HOST is localhost unless given; another one needs a token and TLS.",
         required=True,
     )
 

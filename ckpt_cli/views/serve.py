@@ -1,9 +1,9 @@
-"""Serve a log until a signal ends it."""
+"""Serve a chain until a signal ends it."""
 
 from pathlib import Path
 
 from ckpt.serving.address import parse_address
-from ckpt.shadow.log_server import LogServer
+from ckpt.serving.server import ChainServer
 from ckpt_cli.options.shadow import ListenOptions
 from ckpt_cli.views.report import say
 from ckpt_cli.views.shadow import print_event, show_address, stopped_by_signals, tls
@@ -13,8 +13,8 @@ def serve(chain: Path, options: ListenOptions, as_json: bool) -> None:
     """Serve until SIGINT (Ctrl-C) or SIGTERM."""
     assert options.listen is not None
     with stopped_by_signals() as stop:
-        server = LogServer(chain, parse_address(options.listen), options.token, tls(options))
-        show_address(server.address, as_json)
+        server = ChainServer(chain, parse_address(options.listen), options.token, tls(options))
+        show_address(server.url, as_json)
         stop.wait()
         server.close()
     if as_json:

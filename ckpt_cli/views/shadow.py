@@ -71,7 +71,7 @@ def follow(chain: str, options: ShadowOptions, resources: Resources, as_json: bo
     with _shadow(chain, options, resources) as shadow:
         server = None if options.listening.listen is None else _listen(shadow, options.listening)
         if server is not None:
-            show_address(server.address, as_json)
+            show_address(f"tcp://{server.address}", as_json)
         try:
             _follow(shadow, as_json)
         finally:
@@ -114,7 +114,7 @@ def _shadow(chain: str, options: ShadowOptions, resources: Resources) -> Iterato
     from ckpt.shadow.mirror import LogMirror
 
     place = None if options.mirror is None else Path(options.mirror)
-    with LogMirror(parse_address(chain), options.credentials, place) as mirror:
+    with LogMirror(chain, options.credentials, place) as mirror:
         yield Shadow(mirror, resources=resources, base_every=options.base_every, part=part)
 
 
@@ -133,12 +133,12 @@ def tls(options: ListenOptions) -> "SSLContext | None":
     return tls_of(Path(options.tls_certificate), Path(options.tls_key))
 
 
-def show_address(address: object, as_json: bool) -> None:
+def show_address(address: str, as_json: bool) -> None:
     """Say where the command listens."""
     if as_json:
-        print_event({"event": "listening", "address": f"tcp://{address}"})
+        print_event({"event": "listening", "address": address})
     else:
-        say(f"listening on tcp://{address}")
+        say(f"listening on {address}")
 
 
 def status_text(status: ShadowStatus) -> str:

@@ -63,7 +63,7 @@ WORKS = {
     "saves_kills": Work("saves_kills:rounds", "processes are killed while live runs are saved"),
     "shadow_kills": Work("shadow_campaign:kills", "shadows of a growing log are killed"),
     "shadow_peers": Work("shadow_campaign:peers", "hostile peers connect to a shadow"),
-    "log_peers": Work("shadow_campaign:log_peers", "hostile peers connect to a server of a log"),
+    "log_peers": Work("shadow_campaign:log_peers", "hostile peers connect to a server of a chain"),
     "shadow_trainers": Work("shadow_trainers:rounds", "trainers and their shadows are killed, and go on"),
     "universal_flips": Work("universal_flips:flips", "bits of universal checkpoints are flipped"),
     "hostile_columns": Work("universal_flips:hostile_columns", "numbers of columns are forged"),

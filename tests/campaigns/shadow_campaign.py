@@ -1,10 +1,11 @@
 """Kill shadows at random moments while a log grows, and send noise to those that listen.
 
 A round of `shadow_kills` starts the command on a log that grows, with `--base-every` and `--listen`, and kills it
-(SIGKILL) after a random time; in every third round it follows a server of the log over a socket. Then the files of the
-run must have the bytes that the run wrote, every step that the chain has must have the bits of the run, and the shadow
-that is started again must reach the last step. The peers are those of `support/shadow_peers.py`, and random changes of
-what honest ones send, to a shadow and to a server of a log; after all of them, the state is that of the run.
+(SIGKILL) after a random time; in every third round it follows a server of the chain. Then the files of the run must
+have the bytes that the run wrote, every step of the chain must have the bits of the run, and the shadow that is started
+again must reach the last step. The peers are those of `support/shadow_peers.py` and `support/http_peers.py`, and random
+changes of what honest ones send, to a shadow and to a server of a chain; after all of them, the state is that of the
+run.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from functools import partial
 from pathlib import Path
 
 from ckpt.pipeline import Execution
+from ckpt.serving import server as serving
 from ckpt.serving.address import NetworkAddress
-from ckpt.shadow import listener, log_server
+from ckpt.serving.server import ChainServer
+from ckpt.shadow import listener
 from ckpt.shadow import server as server_module
 from ckpt.shadow.client import ShadowConnection
 from ckpt.shadow.follow import follow
-from ckpt.shadow.log_server import LogServer
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
@@ -39,8 +41,9 @@ from ckpt_formats.universal.chain import folder as chain_folder
 from ckpt_formats.universal.chain import states
 from gradient_logs import restored
 from growing_log import State, bits, grow, log_with_fingerprints
+from http_peers import HTTP_HOSTILE, SEGMENT, http_noise, http_peer
 from run import Round
-from shadow_peers import HOSTILE, LOG_HOSTILE, SEGMENT, Peer, log_noise, noise
+from shadow_peers import HOSTILE, Peer, noise
 
 STEPS = 30
 NOISY = 60
@@ -67,9 +70,9 @@ def _kill(
     next(writer)
     server, more, copied = None, ["--base-every", draw.choice(("3", "9", "15"))], run.with_name("mirror")
     if over_socket:
-        server = LogServer(run, NetworkAddress("127.0.0.1", 0))
+        server = ChainServer(run, NetworkAddress("127.0.0.1", 0))
         more = ["--mirror", str(copied)]
-    chain = str(run) if server is None else f"tcp://{server.address}"
+    chain = str(run) if server is None else server.url
     command = [sys.executable, "-m", "ckpt_cli", "shadow", chain, "--listen", "0", "--json", *more]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -92,7 +95,7 @@ def _kill(
     _check_run(run, finished, truth)
     _finish(run, finished)
     if server is not None:
-        with LogMirror(server.address, place=copied) as mirror:
+        with LogMirror(server.url, place=copied) as mirror:
             _follow_to_the_end(Shadow(mirror, resources=Execution(workers=1)), truth)
         server.close()
     _follow_to_the_end(Shadow(run, resources=Execution(workers=1), base_every=3), truth)
@@ -160,25 +163,25 @@ def send_noise(place: Path, seed: int) -> dict[str, int]:
 
 
 def send_noise_to_logs(place: Path, seed: int) -> dict[str, int]:
-    """Let hostile peers connect to a server of a log. Meanwhile, shadows follow it again and again."""
-    listener.LOGIN_SECONDS = log_server.IDLE_SECONDS = log_server.SEND_SECONDS = 0.5
-    run = place / "served.chain"
+    """Let hostile peers connect to a server of a chain. Meanwhile, shadows follow it again and again."""
+    serving.LOGIN_SECONDS = serving.IDLE_SECONDS = serving.SEND_SECONDS = 0.5
+    run = place / "run.chain"
     log_with_fingerprints(STEPS, 3).write(run)
     (run / SEGMENT / "link").symlink_to("/etc/passwd")
     (run / SEGMENT / "rank-00007.ckg").symlink_to("/etc/passwd")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     truth = {STEPS: bits(restored(run, STEPS))}
-    serving = LogServer(run, NetworkAddress("127.0.0.1", 0))
+    chain_server = ChainServer(run, NetworkAddress("127.0.0.1", 0))
 
     def honest() -> None:
-        with LogMirror(serving.address, place=place / "mirror") as mirror:
+        with LogMirror(chain_server.url, place=place / "mirror") as mirror:
             _follow_to_the_end(Shadow(mirror, resources=Execution(workers=1)), truth)
 
-    acts = [*LOG_HOSTILE.values(), *(log_noise(seed + n) for n in range(NOISY))]
-    counts = _attack(serving.address, acts, honest)
+    acts = [*map(http_peer, HTTP_HOSTILE.values()), *(http_noise(seed + n) for n in range(NOISY))]
+    counts = _attack(chain_server.address, acts, honest)
     honest()
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-    serving.close()
+    chain_server.close()
     return {"peers": len(acts), **counts}
 
 

@@ -117,7 +117,7 @@ class Process:
     def start(self) -> None:
         """Start it. It listens where it did before."""
         if self.address:
-            self.arguments[self.arguments.index("--listen") + 1] = self.address.removeprefix("tcp://")
+            self.arguments[self.arguments.index("--listen") + 1] = self.address.partition("//")[2].partition("/")[0]
         with self.output.open("wb") as output:
             command = [sys.executable, "-m", "ckpt_cli", *self.arguments, "--json"]
             self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

@@ -7,11 +7,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from caching_proxy import caching_proxy
 from ckpt.serving import server as serving
 from ckpt.serving.address import NetworkAddress, tls_of
 from ckpt.serving.server import ChainServer
@@ -25,11 +27,11 @@ from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex
 from damage import ckpt
 from growing_log import log_with_fingerprints
+from http_peers import HTTP_HOSTILE, SEGMENT
 from static_server import static_server
 
 HERE = NetworkAddress("127.0.0.1", 0)
 TOKEN = b"a token that is long enough"
-SEGMENT = "gradients-0000000000"
 
 
 @contextmanager
@@ -233,26 +235,7 @@ def test_token_is_taken_from_the_environment(run: Path, monkeypatch: pytest.Monk
         assert ckpt("inspect", server.url).code == 0
 
 
-HOSTILE = {
-    "silent": b"",
-    "half a line": b"GET /run.chain/chain.json HT",
-    "half a head": b"GET /run.chain/chain.json HTTP/1.1\r\nHost: x\r\n",
-    "a long line": b"GET /" + b"x" * (1 << 17) + b" HTTP/1.1\r\n\r\n",
-    "many headers": b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 5000 + b"\r\n",
-    "noise": bytes(range(256)) * 64,
-    "another method": b"POST /run.chain/chain.json HTTP/1.1\r\nContent-Length: 1000000\r\n\r\nx",
-    "a body": b"GET /run.chain/chain.json HTTP/1.1\r\nContent-Length: 5\r\n\r\nGET /",
-    "a body in chunks": b"GET /run.chain/chain.json HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "an old protocol": b"GET /run.chain/nothing\r\n",
-    "another version": b"GET /run.chain/chain.json HTTP/9.9\r\n\r\n",
-    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(600),
-    "a huge range": b"GET /run.chain/chain.json HTTP/1.1\r\nRange: bytes=%s-\r\n\r\n" % (b"9" * 5000),
-    "a range of text": "GET /run.chain/chain.json HTTP/1.1\r\nRange: bytes=٣-٤\r\n\r\n".encode(),
-    "waits for ever": b"GET /run.chain/?list HTTP/1.1\r\nPrefer: wait=1e99, wait=9999999\r\nIf-None-Match: *\r\n\r\n",
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", HTTP_HOSTILE)
 def test_hostile_peers_get_nothing_and_change_nothing(name: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for field in ("LOGIN_SECONDS", "IDLE_SECONDS", "SEND_SECONDS", "MAX_WAIT"):
         monkeypatch.setattr(serving, field, 0.3)
@@ -263,7 +246,7 @@ def test_hostile_peers_get_nothing_and_change_nothing(name: str, run: Path, monk
         with socket.create_connection((server.address.host, server.address.port), 5) as peer:
             answer = b""
             with suppress(ConnectionError):
-                peer.sendall(HOSTILE[name])
+                peer.sendall(HTTP_HOSTILE[name])
                 while part := peer.recv(1 << 16):
                     answer += part
         if name not in ("a range of text", "a huge range", "waits for ever"):
@@ -317,3 +300,33 @@ def test_many_readers_are_served_at_once(published: Path) -> None:
     assert problems == []
     with pytest.raises(CkptError):
         read_place("https://")
+
+
+def test_cache_in_front_carries_many_readers(published: Path, run: Path) -> None:
+    """Of a published chain by name, and of a recorded one by its list: 50 take the bytes of one from the server."""
+    for number in range(4):
+        (published / "published" / "objects" / f"{number:032x}").write_bytes(os.urandom(1 << 18))
+
+    def read_by_name(url: str) -> None:
+        place = read_place(url)
+        head = place.read("published/head.json")
+        assert head is not None
+        for number in range(4):
+            content = (published / "published" / "objects" / f"{number:032x}").read_bytes()
+            assert place.read_range(f"published/objects/{number:032x}", 0, 1 << 18) == content
+        assert place.read_if_changed("published/head.json", head[1]) is None
+
+    def read_by_list(url: str) -> None:
+        step = source_path(f"{url}/step-0000000009")
+        for one in (run / "step-0000000009").iterdir():
+            if one.is_file():
+                assert (step / one.name).read_bytes() == one.read_bytes()
+
+    for chain, read in ((published, read_by_name), (run, read_by_list)):
+        with served(chain) as server, caching_proxy(f"http://{server.address}") as cache:
+            read(f"{cache.url}/{chain.name}")
+            first = cache.fetched
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(read, [f"{cache.url}/{chain.name}"] * 49))
+            assert first > 0
+            assert cache.fetched <= 1.1 * first

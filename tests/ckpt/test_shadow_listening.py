@@ -322,7 +322,7 @@ def test_a_login_is_needed_before_anything_is_sent(listening: Listening) -> None
     with_token = Server(listening.shadow, HERE, TOKEN)
     with socket.create_connection((with_token.address.host, with_token.address.port), 5) as peer:
         _, hello = wire.receive(peer, wire.MAX_REQUEST, 5)
-        assert json.loads(hello).keys() == {"protocol", "nonce", "token", "serves"}
+        assert json.loads(hello).keys() == {"protocol", "nonce", "token"}
         log_in(peer, hello=bytes(hello))
         kind, body = wire.receive(peer, wire.MAX_STATE, 5)
         assert kind is FrameKind.ERROR

@@ -1,4 +1,4 @@
-"""A shadow follows a log over a socket as it would its files; whoever else connects gets nothing."""
+"""A shadow follows a log that is served as it would its files, and refuses a hostile server."""
 
 import json
 import os
@@ -12,16 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ckpt.pipeline import Execution
+from ckpt.serving import server as serving
 from ckpt.serving.address import NetworkAddress, tls_of
-from ckpt.shadow import listener, log_server, mirror
-from ckpt.shadow.connection import Connection
-from ckpt.shadow.log_server import LogServer
+from ckpt.serving.chain_files import ChainFiles, FileVersion
+from ckpt.serving.server import ChainServer
+from ckpt.shadow import mirror, segment_files
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.shadow import Shadow
 from ckpt_formats.core.errors import (
@@ -29,12 +30,11 @@ from ckpt_formats.core.errors import (
     CorruptError,
     InvalidArgumentError,
     NoSpaceError,
-    NotFoundError,
     UnsafeError,
     UnsupportedError,
 )
 from ckpt_formats.core.state_names import from_stored
-from ckpt_formats.stores.http_client import Credentials
+from ckpt_formats.stores.http_client import NO_CREDENTIALS, Credentials
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.gradients import held, record
@@ -42,7 +42,6 @@ from ckpt_formats.universal.gradients.segment import rank_file
 from damage import SAMPLES, ckpt
 from gradient_logs import restored, small_log
 from growing_log import State, bits, grow, log_with_fingerprints
-from shadow_peers import LOG_HOSTILE
 
 GOLDEN = SAMPLES / "recorded-1" / "run.chain"
 HERE = NetworkAddress("127.0.0.1", 0)
@@ -59,9 +58,9 @@ def run(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def served(run: Path, place: Path, **options: int) -> Iterator[tuple[LogServer, Shadow]]:
-    server = LogServer(run, HERE)
-    with LogMirror(server.address, place=place / "mirror", **options) as there:
+def served(run: Path, place: Path, **options: int) -> Iterator[tuple[ChainServer, Shadow]]:
+    server = ChainServer(run, HERE)
+    with LogMirror(server.url, place=place / "mirror", **options) as there:
         yield server, Shadow(there, resources=ONE)
     server.close()
 
@@ -114,9 +113,13 @@ def test_every_step_of_a_growing_log_is_that_of_restore(seed: int, tmp_path: Pat
 
 def test_each_byte_comes_once_also_when_connections_break(run: Path, tmp_path: Path) -> None:
     """Through a relay that ends each connection after some more bytes."""
-    server = LogServer(run, HERE)
-    with broken_relay(server.address, step=700) as (address, count), LogMirror(address, place=tmp_path / "m") as there:
-        states = states_until(Shadow(there, resources=ONE), 12)
+    server = ChainServer(run, HERE)
+    with ExitStack() as stack:
+        url, count = stack.enter_context(broken_relay(server, step=1500))
+        there = stack.enter_context(LogMirror(url, place=tmp_path / "m"))
+        shadow = Shadow(there, resources=ONE)
+        states = states_until(shadow, 12)
+        poll_until(shadow, lambda: there.received >= log_nbytes(run))
         assert there.received == log_nbytes(run)
     assert count[0] > 5, "connections"
     assert states[12] == bits(restored(run, 12))
@@ -124,9 +127,9 @@ def test_each_byte_comes_once_also_when_connections_break(run: Path, tmp_path: P
 
 
 @contextmanager
-def broken_relay(target: NetworkAddress, step: int) -> Iterator[tuple[NetworkAddress, list[int]]]:
-    """The address of a relay whose nth connection ends after n times `step` bytes; and how many there were."""
-    count, threads = [0], list[threading.Thread]()
+def broken_relay(server: ChainServer, step: int) -> Iterator[tuple[str, list[int]]]:
+    """The URL of a relay whose nth connection ends after n times `step` bytes; and how many there were."""
+    target, count, threads = server.address, [0], list[threading.Thread]()
     with ExitStack() as opened, socket.create_server(("127.0.0.1", 0)) as listening:
 
         def pump(source: socket.socket, sink: socket.socket, limit: int) -> None:
@@ -150,7 +153,7 @@ def broken_relay(target: NetworkAddress, step: int) -> Iterator[tuple[NetworkAdd
 
         threads.append(threading.Thread(target=accept))
         threads[-1].start()
-        yield NetworkAddress("127.0.0.1", listening.getsockname()[1]), count
+        yield server.url.replace(f":{target.port}", f":{listening.getsockname()[1]}"), count
         listening.shutdown(socket.SHUT_RDWR)
         for thread in threads:
             thread.join()
@@ -160,19 +163,18 @@ def test_a_server_that_is_started_again_is_found(run: Path, tmp_path: Path) -> N
     path = run / SEGMENT / rank_file(1)
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    server = LogServer(run, HERE)
-    with LogMirror(server.address, place=tmp_path / "m") as there:
+    server = ChainServer(run, HERE)
+    with LogMirror(server.url, place=tmp_path / "m") as there:
         shadow = Shadow(there, resources=ONE)
         states_until(shadow, 5)
         server.close()
-        there._connection.close()  # as if the process had ended
         path.write_bytes(content)
         deadline = time.monotonic() + 10
         while there.broken is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert "no connection" in str(shadow.status.waiting)
-        again = LogServer(run, server.address)
+        again = ChainServer(run, server.address)
         assert states_until(shadow, 12)[12] == bits(restored(run, 12))
         again.close()
 
@@ -180,7 +182,7 @@ def test_a_server_that_is_started_again_is_found(run: Path, tmp_path: Path) -> N
 def test_gradients_before_the_base_are_not_fetched(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ckpt("shadow", run, "--once", "--base-every", 9).code == 0
     assert [one.step for one in index.load(run / index.NAME).members] == [9]
-    monkeypatch.setattr(mirror, "_PEEK", 64)
+    monkeypatch.setattr(segment_files, "_PEEK", 64)
     with served(run, tmp_path) as (_, shadow):
         states = states_until(shadow, 12)
         assert shadow.mirror is not None
@@ -212,8 +214,8 @@ def test_applied_records_are_freed_and_not_needed_again(
         freed += end - begin
         os.pwrite(file, b"\xff" * (end - begin), begin)
 
-    monkeypatch.setattr(mirror, "_make_hole", overwrite)
-    monkeypatch.setattr(mirror, "_READ", 100)
+    monkeypatch.setattr(segment_files, "make_hole", overwrite)
+    monkeypatch.setattr(segment_files, "_READ", 100)
     with served(run, tmp_path, window=1) as (_, shadow):
         states = states_until(shadow, 12)
     assert freed > 0
@@ -226,17 +228,17 @@ def test_mirror_punches_holes(tmp_path: Path) -> None:
         file.write(b"x" * (1 << 20))
         file.flush()
         before = os.fstat(file.fileno()).st_blocks
-        mirror._make_hole(file.fileno(), 5000, (1 << 20) - 5000)
+        segment_files.make_hole(file.fileno(), 5000, (1 << 20) - 5000)
         content = os.pread(file.fileno(), 1 << 20, 0)
     assert content[:5000] == b"x" * 5000
     assert content[-5000:] == b"x" * 5000
     assert os.stat(tmp_path / "file").st_blocks < before / 4
-    mirror._make_hole(-1, 0, 1 << 20)  # a file system that cannot do it keeps the bytes
+    segment_files.make_hole(-1, 0, 1 << 20)  # a file system that cannot do it keeps the bytes
 
 
 def test_no_more_than_two_steps_come_if_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_log(100).write(tmp_path / "run.chain")
-    monkeypatch.setattr(mirror, "_READ", 256)
+    monkeypatch.setattr(segment_files, "_READ", 256)
     with served(tmp_path / "run.chain", tmp_path, window=1) as (_, shadow):
         states_until(shadow, 10)
         time.sleep(0.2)
@@ -270,9 +272,7 @@ def test_serve_and_shadow_follow_a_log(run: Path, tmp_path: Path) -> None:
         assert done.code == 0, done
         assert (json.loads(done.out)["step"], json.loads(done.out)["chain"]) == (12, address)
         assert ckpt("shadow", address, "--once", "--base-every", 3).code == 2
-        refused = ckpt("inspect", address)
-        assert refused.code == 22
-        assert "`ckpt shadow tcp://HOST:PORT` follows it" in refused.err
+        assert json.loads(ckpt("inspect", address, "--json").out)["origin"]["step"] == 12
         os.kill(child.pid, signal.SIGTERM)
         assert child.wait(20) == 0
         assert json.loads(child.stdout.readline()) == {"event": "stopped"}
@@ -280,102 +280,128 @@ def test_serve_and_shadow_follow_a_log(run: Path, tmp_path: Path) -> None:
     assert ckpt("diff", tmp_path / "out", tmp_path / "restored").code == 0
     assert list((tmp_path / "m").iterdir()) == []
     assert ckpt("shadow", address, "--once").code == 10
+    assert ckpt("shadow", address.replace("http", "tcp"), "--once").code == 22
     assert ckpt("shadow", run, "--once", "--mirror", tmp_path / "m").code == 2
     assert ckpt("serve", tmp_path / "other", "--listen", "0").code == 10
     assert ckpt("serve", run).code == 2
 
 
-def test_other_machines_need_a_token_and_tls(
-    run: Path, tmp_path: Path, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(InvalidArgumentError, match="needs a token and TLS"):
-        LogServer(run, NetworkAddress("0.0.0.0", 0))
-    monkeypatch.setattr(listener, "LOGIN_SECONDS", 1.0)
-    server = LogServer(run, HERE, TOKEN, tls_of(*certificate))
+def test_log_is_fetched_with_a_token_and_tls(run: Path, tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    server = ChainServer(run, HERE, TOKEN, tls_of(*certificate))
     for credentials, error in (
-        (Credentials(), (CkptError,)),
-        (Credentials(TOKEN, tmp_path / "run.chain" / "chain.json"), (UnsafeError, NotFoundError, UnsupportedError)),
-        (Credentials(None, certificate[0]), (UnsupportedError,)),
+        (NO_CREDENTIALS, UnsafeError),
+        (Credentials(TOKEN, run / "chain.json"), InvalidArgumentError),
+        (Credentials(None, certificate[0]), UnsupportedError),
+        (Credentials(TOKEN + b"!", certificate[0]), UnsupportedError),
     ):
         with pytest.raises(error):
-            LogMirror(server.address, credentials, tmp_path / "m")
-    connection = Connection(server.address, Credentials(TOKEN + b"!", certificate[0]), "log")
-    with pytest.raises(UnsupportedError, match="is not the shadow's"):
-        connection.receive(log_server.FrameKind.ANSWER, 100)
-    connection.close()
-    with LogMirror(server.address, Credentials(TOKEN, certificate[0]), tmp_path / "m") as there:
+            LogMirror(server.url, credentials, tmp_path / "m")
+    with LogMirror(server.url, Credentials(TOKEN, certificate[0]), tmp_path / "m") as there:
         assert states_until(Shadow(there, resources=ONE), 12)[12] == bits(restored(run, 12))
     server.close()
 
 
-@pytest.mark.parametrize(
-    "name", [name for number, name in enumerate(LOG_HOSTILE) if 16 <= number < 35 or not number % 13]
-)
-def test_hostile_peers_get_nothing_and_change_nothing(name: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample; `run.py shadow_peers` sends all of them, and noise."""
-    for module, field in ((listener, "LOGIN_SECONDS"), (log_server, "IDLE_SECONDS"), (log_server, "SEND_SECONDS")):
-        monkeypatch.setattr(module, field, 0.3)
-    (run / SEGMENT / "link").symlink_to("/etc/passwd")
-    (run / SEGMENT / rank_file(7)).symlink_to("/etc/passwd")
-    problems: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", problems.append)
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    server = LogServer(run, HERE)
-    with socket.create_connection((server.address.host, server.address.port), 5) as peer:
-        LOG_HOSTILE[name](peer)
-    Connection(server.address, Credentials(), "log").close()
-    server.close()
-    assert problems == []
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-
-
-ANSWERS: dict[str, tuple[str, object]] = {
-    "a list that is none": ("list", {"format": "ckpt-chain"}),
-    "a list that is no JSON": ("list", "x"),
-    "a name that leaves its folder": ("folder", [["../../x", 5]]),
-    "an absolute name": ("folder", [["/x", 5]]),
-    "a name with a zero": ("folder", [["a\0", 5]]),
-    "a huge file": ("folder", [["layout.json", 1 << 60]]),
-    "a name that is no text of a file system": ("folder", [["\ud800", 5]]),
-    "a name of 2,000 parts": ("folder", [["/".join("a" * 2000), 5]]),
-    "a name of 2,000 characters": ("folder", [["a" * 2000, 5]]),
-    "a layout that is larger than layouts are": ("folder", [["layout.json", 1 << 40]]),
-    "no rows": ("folder", {"a": 1}),
-    "no sizes": ("folder", [["a", -1]]),
-    "other ranks": ("grown", {"nbytes": [1], "list": ""}),
-    "huge logs": ("grown", {"nbytes": [1 << 60, 1], "list": ""}),
-    "nothing grown": ("grown", []),
+Rows = dict[str, FileVersion]
+ROWS: dict[str, Rows] = {
+    name: {file: FileVersion(nbytes, '"x"')}
+    for name, file, nbytes in (
+        ("a name that leaves its folder", "../../x", 5),
+        ("an absolute name", "/x", 5),
+        ("a name with a zero", "a\0", 5),
+        ("a huge file", "layout.json", 1 << 60),
+        ("a name that is no text of a file system", "\ud800", 5),
+        ("a name of 2,000 parts", "/".join("a" * 2000), 5),
+        ("a name of 2,000 characters", "a" * 2000, 5),
+        ("a layout that is larger than layouts are", "layout.json", 1 << 40),
+        ("no size", "a", -1),
+        ("another version", "layout.json", 5),
+    )
+}
+CONTENTS: dict[str, object] = {
+    "a list that is none": {"format": "ckpt-list"},
+    "rows that are none": {"format": "ckpt-list", "chain": "x", "files": {"a": 1}},
+    "a list of lists": [[]],
+    "deep text": "[" * 100_000,
+    "a chain that is none": {"format": "ckpt-list", "chain": 1, "files": {}},
 }
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_mirror_refuses_a_hostile_server(name: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    what, answer = ANSWERS[name]
-    content = LogServer._content
-
-    def answered(self: LogServer, request: dict[str, object]) -> bytes:
-        return json.dumps(answer).encode() if request["request"] == what else content(self, request)
-
-    monkeypatch.setattr(LogServer, "_content", answered)
-    with served(run, tmp_path) as (_, shadow), pytest.raises((CorruptError, UnsafeError)):
-        states_until(shadow, 12)
+@pytest.mark.parametrize("name", ROWS)
+def test_mirror_refuses_hostile_lists(name: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror, "_SOON", 5.0)
+    monkeypatch.setattr(ChainFiles, "list", lambda self, folder: ROWS[name])
+    with served(run, tmp_path) as (_, shadow):
+        if name == "another version":
+            assert is_broken(shadow, "another file now")
+        else:
+            with pytest.raises((CorruptError, UnsafeError)):
+                states_until(shadow, 12)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mirror", "run.chain"]
     assert list((tmp_path / "mirror").iterdir()) == []
 
 
-def _answers(monkeypatch: pytest.MonkeyPatch, what: str, change: Callable[[Any], Any]) -> list[float]:
-    """A server whose answers of one kind are otherwise; returns when each of them was asked for."""
-    content, times = LogServer._content, list[float]()
+def is_broken(shadow: Shadow, why: str) -> bool:
+    """Wait until the connection is broken, and tell whether it is for this reason."""
+    assert shadow.mirror is not None
+    deadline = time.monotonic() + 10
+    while shadow.mirror.broken is None:
+        assert time.monotonic() < deadline
+        shadow.poll()
+    return why in shadow.mirror.broken
 
-    def answered(self: LogServer, request: dict[str, object]) -> bytes:
-        answer = content(self, request)
-        if request["request"] != what:
-            return answer
-        times.append(time.monotonic())
-        return json.dumps(change(json.loads(answer))).encode()
 
-    monkeypatch.setattr(LogServer, "_content", answered)
-    return times
+@pytest.mark.parametrize("name", CONTENTS)
+def test_mirror_refuses_lists_that_are_none(
+    name: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = CONTENTS[name]
+    body = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+    monkeypatch.setattr(
+        serving._Peer, "_send_list", lambda self, request: self._answer(HTTPStatus.OK, body, {"ETag": '"x"'})
+    )
+    with served(run, tmp_path) as (_, shadow), pytest.raises(CorruptError, match="cannot be read"):
+        states_until(shadow, 12)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content-Range": "bytes 0-9/10"}, HTTPStatus.PARTIAL_CONTENT),
+        ({}, HTTPStatus.PARTIAL_CONTENT),
+        ({}, HTTPStatus.OK),
+    ],
+)
+def test_mirror_refuses_other_ranges(
+    headers: dict[str, str], status: HTTPStatus, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = serving._Peer._send_file
+
+    def other(self: serving._Peer, request: serving._FileRequest) -> None:
+        if request.name.endswith(".ckg"):
+            self._answer(status, bytes(10), headers)
+        else:
+            send(self, request)
+
+    monkeypatch.setattr(serving._Peer, "_send_file", other)
+    with served(run, tmp_path) as (_, shadow), pytest.raises(UnsupportedError, match="another range"):
+        states_until(shadow, 12)
+
+
+def _listing(
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[str, FileVersion], FileVersion],
+    *,
+    times: list[float] | None = None,
+) -> None:
+    """A server whose lists are otherwise."""
+    listed = ChainFiles.list
+
+    def other(self: ChainFiles, folder: str) -> Rows:
+        if times is not None:
+            times.append(time.monotonic())
+        return {name: change(name, one) for name, one in listed(self, folder).items()}
+
+    monkeypatch.setattr(ChainFiles, "list", other)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +413,7 @@ def test_a_base_that_cannot_be_is_refused_before_it_is_fetched(
 ) -> None:
     assert ckpt("shadow", run, "--once", "--base-every", 9).code == 0
     monkeypatch.setattr(shutil, "disk_usage", lambda path: (1 << 30, 1 << 29, 1 << 28))
-    _answers(monkeypatch, "folder", lambda rows: [[name, nbytes if "packs" in name else size] for name, size in rows])
+    _listing(monkeypatch, lambda name, one: replace(one, nbytes=nbytes) if "packs" in name else one)
     with served(run, tmp_path) as (_, shadow), pytest.raises(error, match=words):
         states_until(shadow, 12)
 
@@ -397,11 +423,7 @@ def test_bytes_that_are_stated_and_never_come_are_an_error(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirror, "_MAX_EMPTY", 5)
-
-    def longer(answer: dict[str, Any]) -> dict[str, Any]:
-        return {**answer, "nbytes": [n + 1000 for n in answer["nbytes"]]}
-
-    _answers(monkeypatch, "grown", longer)
+    _listing(monkeypatch, lambda name, one: replace(one, nbytes=one.nbytes + 1000) if ".ckg" in name else one)
     with served(run, tmp_path) as (_, shadow), pytest.raises(CorruptError, match="fewer bytes than is stated"):
         states_until(shadow, 13)
 
@@ -409,15 +431,9 @@ def test_bytes_that_are_stated_and_never_come_are_an_error(
 def test_a_server_that_answers_at_once_is_not_asked_without_a_pause(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content, times = LogServer._content, list[float]()
-
-    def answered(self: LogServer, request: dict[str, object]) -> bytes:
-        if request["request"] == "grown":
-            times.append(time.monotonic())
-            request = {**request, "seconds": 0.0}
-        return content(self, request)
-
-    monkeypatch.setattr(LogServer, "_content", answered)
+    times = list[float]()
+    _listing(monkeypatch, lambda name, one: one, times=times)
+    monkeypatch.setattr(serving, "MAX_WAIT", 0.0)
     with served(run, tmp_path) as (_, shadow):
         states_until(shadow, 12)
         before = len(times)
@@ -426,7 +442,7 @@ def test_a_server_that_answers_at_once_is_not_asked_without_a_pause(
 
 
 def test_end_of_the_thread_of_a_mirror_is_seen(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror.LogMirror, "_sizes", lambda self, folder: {}["x"])
+    monkeypatch.setattr(mirror.LogMirror, "_list", lambda self, folder: {}["x"])
     with served(run, tmp_path) as (_, shadow), pytest.raises(CorruptError, match="cannot be used: KeyError"):
         states_until(shadow, 12)
 
@@ -486,14 +502,14 @@ def test_a_thousand_steps_are_caught_up_and_each_record_is_read_once(
 
 
 def test_leftovers_of_a_killed_shadow_are_removed_and_others_stay(run: Path, tmp_path: Path) -> None:
-    server, place = LogServer(run, HERE), tmp_path / "mirror"
+    server, place = ChainServer(run, HERE), tmp_path / "mirror"
     place.mkdir()
     (place / "ckpt-mirror-killed").mkdir()
     (place / "other").mkdir()
-    with LogMirror(server.address, place=place) as living:
+    with LogMirror(server.url, place=place) as living:
         os.utime(living.path.parent, (0, 0))
         os.utime(place / "ckpt-mirror-killed", (0, 0))
-        with LogMirror(server.address, place=place):
+        with LogMirror(server.url, place=place):
             assert living.path.exists()
             assert len(list(place.iterdir())) == 3
     assert [path.name for path in place.iterdir()] == ["other"]
@@ -534,8 +550,8 @@ def test_the_end_of_a_segment_is_there_while_the_start_of_the_next_is_not(way: s
         shadow = there if way == "socket" else Shadow(run, resources=ONE)
         assert states_until(shadow, 3)[3] == bits(restored(run, 3))
         assert shadow.status.segment == first.folder
-        address = f"tcp://{server.address}" if way == "socket" else run
-        done = ckpt("shadow", address, "--once", "--json")
+        chain = server.url if way == "socket" else run
+        done = ckpt("shadow", chain, "--once", "--json")
         assert json.loads(done.out)["step"] == 3, "it does not wait for what may never come"
         for path, content in contents.items():
             path.write_bytes(content)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ckpt.pipeline import Execution
 from ckpt.serving.address import NetworkAddress
+from ckpt.serving.server import ChainServer
 from ckpt.shadow.joined import JoinedShadows
-from ckpt.shadow.log_server import LogServer
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
@@ -82,9 +82,9 @@ class Followed:
         elif way == "parts":
             shadows = [Shadow(run, resources=ONE, part=StatePart(number, 2)) for number in (1, 2)]
         else:
-            served = LogServer(run, HERE)
+            served = ChainServer(run, HERE)
             self._open.callback(served.close)
-            shadows = [Shadow(self._open.enter_context(LogMirror(served.address)), resources=ONE)]
+            shadows = [Shadow(self._open.enter_context(LogMirror(served.url)), resources=ONE)]
         self._shadows[way] = shadows
         if way != "files":
             servers = [Server(shadow, HERE) for shadow in shadows]

@@ -66,7 +66,7 @@ STORES = {
         ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"),
         (".cache/huggingface/token",),
     ),
-    "listeners of ckpt": ("tcp://", ("CKPT_TOKEN", "CKPT_TOKEN_FILE", "CKPT_CERTIFICATE"), ()),
+    "servers of ckpt": ("https://", ("CKPT_TOKEN", "CKPT_TOKEN_FILE", "CKPT_CERTIFICATE"), ()),
 }
 """By the store's name: the beginning of its URLs, its variables, and its files below the home folder."""
 

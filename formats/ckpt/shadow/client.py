@@ -47,7 +47,7 @@ class ShadowConnection:
         """Connect. Raises as `Connection`, and what the shadow answers if it has no state or is busy."""
         self._lock = threading.Lock()
         self._address = address
-        self._connection = Connection(address, credentials, "state")
+        self._connection = Connection(address, credentials)
         try:
             self._load()
         except BaseException:

@@ -4,12 +4,10 @@ import json
 import os
 import socket
 import ssl
-from collections.abc import Callable
 from contextlib import suppress
 
 from ckpt.serving.address import NetworkAddress
 from ckpt.shadow import wire
-from ckpt.shadow.listener import Served
 from ckpt.shadow.wire import ERRORS, FrameKind, PeerGone
 from ckpt_formats.core.errors import (
     CkptError,
@@ -24,10 +22,6 @@ from ckpt_formats.stores.http_client import CERTIFICATE, TOKEN, TOKEN_FILE, Cred
 SECONDS = 60.0
 """How long to wait for an answer."""
 
-_SERVED: dict[Served, tuple[str, str]] = {
-    "state": ("a shadow's state", "`ckpt restore` and other commands read it."),
-    "log": ("the log of a run", "`ckpt shadow tcp://HOST:PORT` follows it."),
-}
 _TOKEN_HINT = f"The command takes it from {TOKEN}, or from the file that {TOKEN_FILE} names."
 _TLS_HINT = f"Shadows on other machines need TLS. {CERTIFICATE} names the file of certificates to trust."
 
@@ -38,17 +32,16 @@ class Connection:
     where: The address, for messages.
     """
 
-    def __init__(self, address: NetworkAddress, credentials: Credentials, wanted: Served) -> None:
+    def __init__(self, address: NetworkAddress, credentials: Credentials) -> None:
         """Connect, with TLS unless the listener is on this machine and no certificate is given.
 
-        `wanted`: what it must serve. Raises `NotFoundError` if nobody listens, `UnsupportedError` if the token is
-        refused,
-        `UnsafeError` for a certificate that is not trusted, and `CorruptError` for an answer that is not a shadow's.
+        Raises `NotFoundError` if nobody listens, `UnsupportedError` if the token is refused, `UnsafeError` for a
+        certificate that is not trusted, and `CorruptError` for an answer that is not a shadow's.
         """
         self.where = f"tcp://{address}"
         self._socket = _connect(address, credentials, self.where)
         try:
-            self._log_in(credentials, wanted)
+            self._log_in(credentials)
         except BaseException:
             self.close()
             raise
@@ -68,16 +61,8 @@ class Connection:
 
     def receive(self, expected: FrameKind, max_nbytes: int, seconds: float = SECONDS) -> bytearray:
         """The body of the answer. Raises `CorruptError`, `IncompleteError`, and the error that the other side names."""
-        limit = max(max_nbytes, wire.MAX_REQUEST)
-        return self._checked(expected, lambda: wire.receive(self._socket, limit, seconds))
-
-    def receive_log(self, max_nbytes: int, write: Callable[[memoryview], None]) -> None:
-        """Pass on the bytes of a log as they arrive. Raises as `receive`, and what `write` raises."""
-        self._checked(FrameKind.LOG, lambda: wire.receive_log(self._socket, max_nbytes, write, SECONDS))
-
-    def _checked(self, expected: FrameKind, receive: Callable[[], tuple[FrameKind, bytearray]]) -> bytearray:
         try:
-            kind, body = receive()
+            kind, body = wire.receive(self._socket, max(max_nbytes, wire.MAX_REQUEST), seconds)
         except PeerGone as error:
             raise IncompleteError(error.what, where=self.where, hint="Is the shadow still there?") from None
         except CorruptError as error:
@@ -88,23 +73,17 @@ class Connection:
             raise CorruptError(f"the shadow sent {kind.name} instead of {expected.name}", where=self.where)
         return body
 
-    def _log_in(self, credentials: Credentials, wanted: Served) -> None:
+    def _log_in(self, credentials: Credentials) -> None:
         hello = self.receive(FrameKind.HELLO, wire.MAX_REQUEST)
         try:
             fields = json.loads(hello)
             protocol, nonce, demands = fields["protocol"], bytes.fromhex(fields["nonce"]), bool(fields["token"])
-            served = fields.get("serves")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise CorruptError("not a shadow's greeting", where=self.where) from None
         if protocol != wire.PROTOCOL:
             raise UnsupportedError(
                 f"the shadow speaks protocol {protocol!r:.20}, not {wire.PROTOCOL}", where=self.where
             )
-        if not isinstance(served, str) or served not in _SERVED:
-            raise CorruptError("not a shadow's greeting", where=self.where)
-        if served != wanted:
-            what, hint = _SERVED[served]
-            raise UnsupportedError(f"{what} is served there, not {_SERVED[wanted][0]}", where=self.where, hint=hint)
         if demands and credentials.token is None:
             raise UnsupportedError("the shadow demands a token", where=self.where, hint=_TOKEN_HINT)
         own = os.urandom(wire.NONCE)

@@ -12,7 +12,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import ClassVar, Literal
 
 from ckpt.serving.address import NetworkAddress, listening_socket
 from ckpt.shadow import wire
@@ -24,14 +23,9 @@ MAX_PEERS = 16
 LOGIN_SECONDS = 10.0
 """The time that a peer has for TLS and the proof of the token, together."""
 
-Served = Literal["state", "log"]
-"""What a listener gives: the state of a shadow, or the files of a log."""
-
 
 class Listener(ABC):
     """Listens at an address until it is closed."""
-
-    served: ClassVar[Served]
 
     def __init__(self, address: NetworkAddress, token: bytes | None = None, tls: ssl.SSLContext | None = None) -> None:
         """Listen at once. `token`: what readers must know; `tls`: certificate and key. Raises as `listening_socket`."""
@@ -89,7 +83,6 @@ class Listener(ABC):
         """Raise `UnsupportedError` unless the peer speaks the protocol and knows the token."""
         nonce = os.urandom(wire.NONCE)
         hello = {"protocol": wire.PROTOCOL, "nonce": nonce.hex(), "token": self._token is not None}
-        hello["serves"] = self.served
         wire.send(peer, FrameKind.HELLO, json.dumps(hello).encode(), LOGIN_SECONDS)
         kind, body = wire.receive(peer, wire.MAX_REQUEST, LOGIN_SECONDS)
         refused = UnsupportedError("the token is missing, or is not the shadow's")

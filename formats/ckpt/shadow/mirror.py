@@ -1,4 +1,4 @@
-"""The files of a log elsewhere, fetched over a socket into a folder here, from which a shadow follows them.
+"""The files of a log that `ckpt serve` sends, fetched into a folder here, from which a shadow follows them.
 
 The bytes are those of the files, so everything that checks a log checks them. Gradients of steps before the base are
 not fetched, and those that the shadow has applied are freed again (as holes in the files), so a folder of bounded size
@@ -6,26 +6,19 @@ follows a log of any size.
 """
 
 import fcntl
-import json
-import mmap
 import os
 import shutil
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from urllib.parse import quote
 
-from ckpt.serving.address import NetworkAddress
-from ckpt.shadow import wire
 from ckpt.shadow.bases import bases_of
-from ckpt.shadow.connection import Connection
-from ckpt.shadow.log_server import MAX_LIST, MAX_LOG, list_hash
-from ckpt.shadow.wire import FrameKind
+from ckpt.shadow.segment_files import MirroredFile, SegmentFiles
 from ckpt_formats.core.claims import MAX_INDEX
 from ckpt_formats.core.errors import (
     CkptError,
@@ -37,40 +30,37 @@ from ckpt_formats.core.errors import (
     UnsupportedError,
 )
 from ckpt_formats.core.own_folder import create_own, is_own
-from ckpt_formats.core.values import is_natural
-from ckpt_formats.stores.http_client import NO_CREDENTIALS, Credentials
+from ckpt_formats.core.store_path import StoreError
+from ckpt_formats.stores.http_client import NO_CREDENTIALS, Credentials, HttpAnswer, Sink
+from ckpt_formats.stores.http_place import HttpPlace, check_range
+from ckpt_formats.stores.http_store import listing_of
+from ckpt_formats.stores.listed_store import StoredObject
+from ckpt_formats.stores.repetition import RetryPolicy
 from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
+from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.gradients import layout as layouts
-from ckpt_formats.universal.gradients.record import ENTRY, FILE_HEAD, HEAD, RECORD_MAGIC, Kind
 from ckpt_formats.universal.gradients.segment import rank_file
 
 WINDOW = 1 << 30
 """How many bytes of a rank may be here that were not applied yet. (Two steps always may.)"""
-_READ = 8 << 20
-"""The bytes of a request, while the log is followed."""
-_PEEK = 1 << 16
-"""The bytes of a request, while records are passed over."""
+_FILE_PART = 64 << 20
+"""The bytes of a request of a file that does not change."""
 _WAIT = 0.5
 """Seconds that the other side may wait for new bytes."""
+_SILENCE = 60.0
+"""Seconds without a byte after which a connection is broken."""
 _PAUSE = 0.01
 """Seconds to wait while there is no room."""
 _SOON, _AGAIN = 0.01, 1.0
 """Seconds after which a broken connection is opened again: twice as long each time."""
 _YOUNG = 5.0
 """Seconds in which a folder is being made."""
-_MAX_FILES = 1 << 20
 _MAX_EMPTY = 1000
 """How often in a row a server may state bytes of a log and give none: files are flushed late."""
-_MAX_PARTS, _MAX_PART = 8, 255
-"""The parts of a file's name within its folder, and the characters of each."""
 _MAX_NBYTES_EACH = 64
 """Bytes of a base for each element of the log: weights, their copy, and several states of 4 bytes take fewer."""
 _MAX_OTHER = 1 << 30
 """Bytes of a base besides: tensors that no optimizer steps, and extras."""
-_MAX_NBYTES = 1 << 50
-_STEPPED = (Kind.GRADIENTS, Kind.STATE)
-"""The kinds of records whose chunks are not needed before the base."""
 
 
 class LogMirror:
@@ -81,16 +71,18 @@ class LogMirror:
 
     def __init__(
         self,
-        address: NetworkAddress,
+        url: str,
         credentials: Credentials = NO_CREDENTIALS,
         place: Path | None = None,
         window: int = WINDOW,
     ) -> None:
-        """Connect and begin. `place`: where files are kept; None: in the folder of temporary files.
+        """Connect and begin. `url`: of the chain; `place`: where files are kept, None: in that of temporary files.
 
-        Raises as `Connection` if that is not possible now.
+        Raises `NotFoundError` if the server cannot be reached or has no chain there, `UnsupportedError` if it refuses,
+        `UnsafeError` if it is not trusted.
         """
-        self.address, self._credentials, self._window = address, credentials, window
+        self._window = window
+        self._server = HttpPlace.of(url, credentials, RetryPolicy(0.0, _SILENCE, 0.0))
         if place is not None:
             place.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(Path(tempfile.gettempdir()) if place is None else place)
@@ -101,8 +93,8 @@ class LogMirror:
         self.path.mkdir()
         self._generation = 0
         self._chain: ChainIndex | None = None
-        self._list_hash = ""
-        self._folders: dict[str, _SegmentFiles] = {}
+        self._chain_tag = ""
+        self._folders: dict[str, SegmentFiles] = {}
         self._applied: tuple[Path, int] | None = None
         self._closed = threading.Event()
         self._error: CkptError | None = None
@@ -114,9 +106,12 @@ class LogMirror:
         self.received = 0
         """The bytes of logs that were received."""
         try:
-            self._connection = Connection(address, credentials, "log")
-        except BaseException:
+            with _refusals():
+                self._read_list()
+        except BaseException as error:
             self.close()
+            if isinstance(error, IncompleteError):
+                raise NotFoundError(error.what, where=error.where, hint=error.hint) from None
             raise
         self._thread = threading.Thread(target=self._run, name="ckpt-shadow-mirror", daemon=True)
         self._thread.start()
@@ -130,9 +125,10 @@ class LogMirror:
     def close(self) -> None:
         """End the connection, and remove the files."""
         self._closed.set()
-        if hasattr(self, "_connection"):
-            self._connection.close()
+        self._server.client.close()
+        if hasattr(self, "_thread"):
             self._thread.join(5)
+            self._server.client.close()  # what its last request may have left open
         shutil.rmtree(self._root, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -191,14 +187,11 @@ class LogMirror:
     def _follow_until_broken(self) -> str:
         """Fetch until the connection breaks. Returns why."""
         try:
-            if self.broken is not None:
-                self._connection = Connection(self.address, self._credentials, "log")
-                self._chain, self.broken = None, None
-            self._follow()
+            with _refusals():
+                self._follow()
         except (IncompleteError, NotFoundError) as error:  # the other side is gone, or changes its chain
+            self._chain = None
             return error.what
-        finally:
-            self._connection.close()
         return "closed"
 
     def _follow(self) -> None:
@@ -206,6 +199,7 @@ class LogMirror:
         while not self._closed.is_set():
             if self._chain is None:
                 self._take_list()
+                self.broken = None
             assert self._chain is not None
             if not self._free(self._chain):
                 self._chain = None
@@ -220,15 +214,14 @@ class LogMirror:
                 continue
             files = self._folders[self._chain.segments[-1].folder]
             seconds, began = _WAIT if has_room or not files.lag_nbytes else 0.0, time.monotonic()
-            nbytes, listed = self._grown(files, seconds)
-            files.see(nbytes)
+            listed = self._look(files, seconds)
             answered_early = not files.lag_nbytes and time.monotonic() - began < seconds / 2
             for other in self._folders.values():
                 if other is not files:
-                    other.see(self._grown(other, 0.0)[0])
+                    self._look(other, 0.0)
             self._is_unseen = False
-            self._behind = self._looks_back or self.lag_nbytes > 0 or listed != self._list_hash
-            if listed != self._list_hash:
+            self._behind = self._looks_back or self.lag_nbytes > 0 or listed != self._chain_tag
+            if listed != self._chain_tag:
                 self._chain = None
             elif (not has_room and files.lag_nbytes) or self._without_progress or answered_early:
                 self._closed.wait(_PAUSE)
@@ -241,10 +234,7 @@ class LogMirror:
 
     def _take_list(self) -> None:
         """Read the list of the chain, and fetch what its last segment needs to begin."""
-        content = self._request({"request": "list"}, MAX_LIST)
-        chain = self._parsed(content)
-        if not chain.segments:
-            raise UnsupportedError("the chain has no log of gradients", where=self._where)
+        chain, tag = self._read_list()
         if any(not _goes_on(files, chain, self._applied_here()) for files in self._folders.values()):
             self._begin_again()
         last = chain.segments[-1]
@@ -252,7 +242,7 @@ class LogMirror:
             self._folders[last.folder] = self._begin(chain, last)
             self._looks_back, self._is_unseen = len(self._folders) == 1, True
         self._write_list(chain)
-        self._chain, self._list_hash = chain, list_hash(content)
+        self._chain, self._chain_tag = chain, tag
 
     def _look_back(self, chain: ChainIndex) -> bool:
         """Fetch the segment before as well, if the start of the only one that is here is not complete yet."""
@@ -282,23 +272,25 @@ class LogMirror:
         path.mkdir()
         self._folders, self.path = {}, path
 
-    def _begin(self, chain: ChainIndex, logged: LoggedSteps) -> "_SegmentFiles":
+    def _begin(self, chain: ChainIndex, logged: LoggedSteps) -> SegmentFiles:
         """Fetch the layout of a segment and its last base."""
         bases = bases_of(chain, logged)
         members = chain.upto(bases[-1].step) if bases else ()
-        nbytes = self._sizes(logged.folder).get(layouts.NAME, 0)
-        self._check_room(nbytes, MAX_INDEX, "the layout of the log")
-        self._fetch_file(logged.folder, layouts.NAME, nbytes)
+        listed = self._list(logged.folder).get(layouts.NAME)
+        if listed is None:
+            raise IncompleteError("the log has no layout yet", where=self._where)
+        self._check_room(listed.nbytes, MAX_INDEX, "the layout of the log")
+        self._fetch_file(logged.folder, layouts.NAME, listed)
         layout = layouts.load(self.path / logged.folder / layouts.NAME)
-        needed = {name: self._sizes(name) for name in sorted(chain.folders_of(members[-1]) if members else ())}
-        total = sum(sum(sizes.values()) for sizes in needed.values())
+        needed = {name: self._list(name) for name in sorted(chain.folders_of(members[-1]) if members else ())}
+        total = sum(one.nbytes for files in needed.values() for one in files.values())
         self._check_room(total, _MAX_OTHER + _MAX_NBYTES_EACH * layout.numel, "the base")
-        for folder, sizes in needed.items():
-            for name, nbytes in sizes.items():
-                self._fetch_file(folder, name, nbytes)
+        for folder, files in needed.items():
+            for name, one in files.items():
+                self._fetch_file(folder, name, one)
         start = members[-1].step if members else None
         ranks = [self.path / logged.folder / rank_file(rank) for rank in range(len(layout.ranks))]
-        return _SegmentFiles(logged, members, [_RankFile(path, start) for path in ranks])
+        return SegmentFiles(logged, members, [MirroredFile(path, start) for path in ranks])
 
     def _write_list(self, chain: ChainIndex) -> None:
         """Write the list of what is here: the segments that are followed, and their bases."""
@@ -336,55 +328,64 @@ class LogMirror:
 
     @property
     def _where(self) -> str:
-        return f"tcp://{self.address}"
+        return self._server.url
 
-    def _request(self, fields: Mapping[str, Any], max_nbytes: int) -> bytearray:
-        self._connection.send(FrameKind.REQUEST, json.dumps(dict(fields)).encode())
-        return self._connection.receive(FrameKind.ANSWER, max_nbytes)
+    def _read_list(self) -> tuple[ChainIndex, str]:
+        """The list of the chain there, and its e_tag."""
+        read = self._server.read(index.NAME)
+        if read is None:
+            raise NotFoundError("the server has no chain there", where=self._where)
+        chain = index.parse(read[0], Path(self._server.where(index.NAME)))
+        if not chain.segments:
+            raise UnsupportedError("the chain has no log of gradients", where=self._where)
+        return chain, read[1].e_tag or ""
 
-    def _request_json(self, fields: Mapping[str, Any]) -> Any:
-        try:
-            return json.loads(self._request(fields, MAX_LIST))
-        except (ValueError, RecursionError):
-            raise self._damaged() from None
+    def _list(self, folder: str) -> dict[str, StoredObject]:
+        """The files of a folder of the chain. Raises as `listing_of`."""
+        return listing_of(self._list_answer(folder), self._server.where(folder))[1]
+
+    def _list_answer(self, folder: str, headers: Mapping[str, str] = {}, seconds: float = 0.0) -> HttpAnswer:
+        answer = self._server.request(f"{folder}/", headers, query="list", seconds=seconds)
+        if answer.status not in (200, 304):
+            raise NotFoundError("the chain does not have this folder", where=self._server.where(folder))
+        return answer
+
+    def _look(self, files: SegmentFiles, seconds: float) -> str:
+        """See the sizes of the logs of a segment, once there is something new, or after so many seconds.
+
+        Returns the e_tag of chain.json.
+        """
+        known = {"If-None-Match": files.list_tag, "Prefer": f"wait={seconds:.3f}"} if files.list_tag else {}
+        answer = self._list_answer(files.logged.folder, known, seconds)
+        if answer.status != 304:
+            files.chain_tag, listed = listing_of(answer, self._where)
+            files.list_tag = answer.headers.get("etag", "")
+            rows = [listed.get(rank_file(rank)) for rank in range(len(files.ranks))]
+            files.see([0 if row is None else row.nbytes for row in rows])
+        return files.chain_tag
 
     def _request_log(
         self, folder: str, rank: int, begin: int, nbytes: int, write: Callable[[memoryview], None]
     ) -> None:
-        fields = {"request": "log", "folder": folder, "rank": rank, "range": [begin, nbytes]}
-        self._connection.send(FrameKind.REQUEST, json.dumps(fields).encode())
-
         def count(part: memoryview) -> None:
             self.received += len(part)
             write(part)
 
-        self._connection.receive_log(nbytes, count)
+        self._fetch_range(f"{folder}/{rank_file(rank)}", begin, nbytes, count)
 
-    def _grown(self, files: "_SegmentFiles", seconds: float) -> tuple[list[int], str]:
-        known = [one.known for one in files.ranks]
-        fields = {"request": "grown", "folder": files.logged.folder, "list": self._list_hash, "nbytes": known}
-        answer = self._request_json({**fields, "seconds": seconds})
-        nbytes, listed = (answer.get("nbytes"), answer.get("list")) if isinstance(answer, dict) else (None, None)
-        if not isinstance(nbytes, list) or len(nbytes) != len(known) or not isinstance(listed, str):
-            raise self._damaged()
-        if not all(is_natural(one) and one < _MAX_NBYTES for one in nbytes):
-            raise self._damaged()
-        return nbytes, listed
+    def _fetch_range(self, key: str, begin: int, nbytes: int, write: Sink, tag: str | None = None) -> None:
+        """Pass on a range of a file as it arrives; nothing if the file has become shorter."""
+        where = self._server.where(key)
 
-    def _sizes(self, folder: str) -> dict[str, int]:
-        """The names and sizes of a folder's files. Raises `UnsafeError` for a name that would leave the folder."""
-        rows = self._request_json({"request": "folder", "folder": folder})
-        if not isinstance(rows, list) or len(rows) > _MAX_FILES:
-            raise self._damaged()
-        sizes = {}
-        for row in rows:
-            if not (isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) and is_natural(row[1])):
-                raise self._damaged()
-            if row[1] >= _MAX_NBYTES or not _is_file_name(row[0]):
-                what = f"the name {row[0]!r:.80} leaves its folder, or is none of a file of a chain"
-                raise UnsafeError(what, where=self._where)
-            sizes[row[0]] = row[1]
-        return sizes
+        def sink_of(answer: HttpAnswer) -> Sink:
+            check_range(answer, begin, nbytes, where)
+            return write
+
+        version = "" if tag is None else f"v={quote(tag, safe='')}"
+        headers = {"Range": f"bytes={begin}-{begin + nbytes - 1}"}
+        answer = self._server.request(key, headers, nbytes, query=version, sink_of=sink_of)
+        if answer.status not in (206, 416):
+            raise IncompleteError("was removed, or is another file now", where=where)
 
     def _check_room(self, nbytes: int, most: int, what: str) -> None:
         """Raise `UnsafeError` if files have more than `most` bytes, `NoSpaceError` if there is no room for them."""
@@ -394,164 +395,33 @@ class LogMirror:
         if nbytes > free:
             raise NoSpaceError(f"{what} has {nbytes:,} bytes, but {free:,} are free", where=self._root)
 
-    def _fetch_file(self, folder: str, name: str, nbytes: int) -> None:
+    def _fetch_file(self, folder: str, name: str, listed: StoredObject) -> None:
         """A file of a state that does not change, or what is missing of it here."""
         path = self.path / folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
-            while (begin := file.tell()) < nbytes:
-                wanted = min(wire.CHUNK_NBYTES, nbytes - begin)
-                fields = {"request": "file", "folder": folder, "file": name, "range": [begin, wanted]}
-                part = self._request(fields, wanted)
-                if not part:
-                    raise IncompleteError(f"{name} of {folder} became shorter", where=self._where)
-                file.write(part)
-
-    def _parsed(self, content: bytearray) -> ChainIndex:
-        """The list of the chain there. Raises `CorruptError`."""
-        draft = self._root / "there.json"
-        draft.write_bytes(content)
-        try:
-            return index.load(draft)
-        except CkptError as error:
-            raise type(error)(error.what, where=self._where) from None
-
-    def _damaged(self) -> CorruptError:
-        return CorruptError("the answer cannot be read", where=self._where)
-
-
-def _is_file_name(name: str) -> bool:
-    """Whether it is the name of a file in a member of a chain: of letters that every file system has, and not deep."""
-    parts = name.split("/")
-    named = len(parts) <= _MAX_PARTS and all(0 < len(one) <= _MAX_PART and one not in (".", "..") for one in parts)
-    return named and name.isascii() and name.isprintable()
-
-
-class _SegmentFiles:
-    """The files of a segment here."""
-
-    def __init__(self, logged: LoggedSteps, members: tuple[Member, ...], ranks: "list[_RankFile]") -> None:
-        self.logged, self.members, self.ranks = logged, members, ranks
-
-    @property
-    def lag_nbytes(self) -> int:
-        return sum(max(0, one.known - one.end) for one in self.ranks)
-
-    @property
-    def has_start(self) -> bool:
-        """Is all here from which a replay begins?"""
-        return bool(self.members) or all(one.has_start for one in self.ranks)
-
-    def see(self, nbytes: list[int]) -> None:
-        """Note the sizes of all files there."""
-        for one, known in zip(self.ranks, nbytes, strict=True):
-            one.known = known
-
-    def fetch(self, request: Callable[..., None], window: int) -> tuple[bool, bool]:
-        """Fetch some bytes of each rank. Returns whether there were any, and whether there is room for more."""
-        moved, room = False, False
-        for rank, one in enumerate(self.ranks):
-            if one.has_room(window):
-                room = True
-                moved |= one.fetch(lambda *a, rank=rank: request(self.logged.folder, rank, *a))
-        return moved, room
-
-    def free(self, step: int) -> None:
-        """Make holes of the gradients of steps before this one."""
-        for one in self.ranks:
-            one.free(step)
-
-
-class _RankFile:
-    """The file of a rank's log: what is here, which records these bytes are, and which of them were freed.
-
-    Attributes:
-        known: The size of the file there, as far as is known.
-        end: Where the bytes end that are here. A part that is not needed counts as here, and is a hole.
-        has_start: Is a fingerprint here? One follows the states at the start of a segment.
-    """
-
-    def __init__(self, path: Path, start: int | None) -> None:
-        """`start`: the step of the base; None: the log itself has the state at its start."""
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"")
-        self._path = path
-        self._start = start
-        self._at = FILE_HEAD.size
-        """Where the next record begins whose head was not read yet."""
-        self._is_log = True
-        self._passes_over = start is not None
-        self._waiting = deque[tuple[int, int, int]]()
-        """Of records that were not applied: the step, where that begins which is not needed then, and the end."""
-        self._applied_end = 0
-        """Where the records end that were applied."""
-        self.known = self.end = 0
-        self.has_start = False
-
-    def has_room(self, window: int) -> bool:
-        """May more be fetched? Always of two steps, so that one of them is complete."""
-        steps = self._waiting[-1][0] - self._waiting[0][0] if self._waiting else 0
-        return self.end - self._applied_end < window or steps < 2
-
-    def fetch(self, request: Callable[[int, int, Callable[[memoryview], None]], None]) -> bool:
-        """Fetch the bytes that follow. Returns whether there were any."""
-        before = self.end
-        if before >= self.known:
-            return False
-        with self._path.open("r+b", buffering=0) as opened:  # there may be thousands of ranks
-            file = opened.fileno()
-            self._read_heads(file)  # what was not needed may have been incomplete before
 
             def write(part: memoryview) -> None:
-                os.pwrite(file, part, self.end)
-                self.end += len(part)
+                file.write(part)
 
-            if self.end < self.known:
-                most = _PEEK if self._passes_over else _READ
-                request(self.end, min(self.known - self.end, most, MAX_LOG), write)
-                self._read_heads(file)
-        return self.end > before
-
-    def free(self, step: int) -> None:
-        """Make holes of the gradients of steps before this one."""
-        if not self._waiting or self._waiting[0][0] >= step:
-            return
-        with self._path.open("r+b", buffering=0) as file:
-            while self._waiting and self._waiting[0][0] < step:
-                _, begin, end = self._waiting.popleft()
-                _make_hole(file.fileno(), begin, end)
-                self._applied_end = end
-
-    def _read_heads(self, file: int) -> None:
-        """Read the heads of records that are here, and pass over the chunks of those before the base.
-
-        Nothing is checked: that is for those who read the file. What is no record is only kept.
-        """
-        while self._is_log and self.end >= self._at + HEAD.size:
-            raw = os.pread(file, HEAD.size, self._at)
-            magic, kind, _, step, meta, count, nbytes = HEAD.unpack(raw)[:7]
-            begin = self._at + HEAD.size + meta + count * ENTRY.itemsize
-            end = begin + nbytes
-            if magic != RECORD_MAGIC or end >= _MAX_NBYTES or step >= 1 << 62:
-                self._is_log = self._passes_over = False
-                return
-            if self._passes_over and self._start is not None:
-                if step >= self._start:
-                    self._passes_over = False
-                elif kind in _STEPPED and self.end < end:
-                    if self.end < begin or self.known < end:
-                        return  # the rest of its head is fetched first
-                    os.ftruncate(file, end)
-                    self.end = end
-            self.has_start |= kind == Kind.FINGERPRINT  # it follows the states at the start
-            if self._start is None or step >= self._start:
-                self._waiting.append((step, begin if kind == Kind.GRADIENTS else end, end))
-            else:
-                self._applied_end = end
-            self._at = end
+            while (begin := file.tell()) < listed.nbytes:
+                nbytes = min(_FILE_PART, listed.nbytes - begin)
+                self._fetch_range(f"{folder}/{name}", begin, nbytes, write, listed.e_tag)
+                if file.tell() == begin:
+                    raise IncompleteError(f"{name} of {folder} became shorter", where=self._where)
 
 
-def _goes_on(files: _SegmentFiles, chain: ChainIndex, applied: tuple[str, int] | None) -> bool:
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Within, an error of the line becomes `IncompleteError`, and a refusal of the server `UnsupportedError`."""
+    try:
+        yield
+    except StoreError as error:
+        kind = UnsupportedError if error.is_denied else IncompleteError
+        raise kind(error.strerror, where=str(error.filename), hint=error.hint) from None
+
+
+def _goes_on(files: SegmentFiles, chain: ChainIndex, applied: tuple[str, int] | None) -> bool:
     """Does a chain still have the steps of a segment that were fetched, or at least those that were applied?"""
     logged = next((one for one in chain.segments if one.folder == files.logged.folder), None)
     if logged is None:
@@ -565,15 +435,6 @@ def _goes_on(files: _SegmentFiles, chain: ChainIndex, applied: tuple[str, int] |
 def _is_before(segment: str, earlier: LoggedSteps, chain: ChainIndex) -> bool:
     """Is the segment that is followed now a later one, which the chain still has?"""
     return any(one.folder == segment and one.first >= earlier.first for one in chain.segments)
-
-
-def _make_hole(file: int, begin: int, end: int) -> None:
-    """Free the space of a range of a file, if the file system can do that. The range is not read any more."""
-    begin, end = -(-begin // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY, end // mmap.PAGESIZE
-    end *= mmap.PAGESIZE
-    if end > begin and hasattr(mmap, "MADV_REMOVE"):
-        with suppress(OSError), mmap.mmap(file, end - begin, offset=begin) as mapped:
-            mapped.madvise(mmap.MADV_REMOVE)
 
 
 _PREFIX = "ckpt-mirror-"

@@ -29,8 +29,6 @@ FROZEN_SECONDS = 3600.0
 class Server(Listener):
     """Listens for readers of a shadow, each in a thread, until it is closed."""
 
-    served = "state"
-
     def __init__(
         self, shadow: Shadow, address: NetworkAddress, token: bytes | None = None, tls: ssl.SSLContext | None = None
     ) -> None:

@@ -5,13 +5,16 @@ The library of Python is used, so that reading from a web server needs no furthe
 
 import ipaddress
 import os
+import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, RemoteDisconnected
 from pathlib import Path
 from threading import Lock
+from typing import Any
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -75,6 +78,8 @@ class HttpAnswer:
 
 Sink = Callable[[memoryview], None]
 """What takes the parts of a body as they arrive."""
+SinkOf = Callable[[HttpAnswer], Sink]
+"""Gives the sink for a success, of which the body is empty still; or raises, if it is not what was requested."""
 
 
 class HttpClient:
@@ -101,6 +106,7 @@ class HttpClient:
         self._credentials, self._repeated = credentials, repeated
         self._context = _context(credentials.certificate) if self._is_tls else None
         self._idle: list[tuple[HTTPConnection, float]] = []
+        self._running = set[socket.socket]()
         self._process, self._lock = os.getpid(), Lock()
 
     def get(
@@ -111,30 +117,33 @@ class HttpClient:
         *,
         method: str = "GET",
         seconds: float = 0.0,
-        sink: Sink | None = None,
+        sink_of: SinkOf | None = None,
     ) -> HttpAnswer:
         """The answer to a request, which is repeated if the line fails or the server says that it may succeed later.
 
         `path`: with its leading slash, quoted. `max_nbytes`: of a body; one that has more raises `UnsafeError`.
-        `seconds`: for how long the server may wait before it answers. `sink`: takes the body of a success, which is not
-        kept; then nothing is repeated. Raises `StoreError` in the end, or if the server refuses.
+        `seconds`: for how long the server may wait before it answers. `sink_of`: gives what takes the body of a
+        success, which is not kept; then nothing is repeated. Raises `StoreError` in the end, or if the server refuses.
         """
 
-        def request() -> HttpAnswer:
-            return self._redirected(method, path, headers, max_nbytes, seconds, sink)
-
+        request = _HttpRequest(method, path, headers, max_nbytes, seconds, sink_of)
         where = f"{self.origin}{path.partition('?')[0]}"
-        if sink is None:
-            return self._repeated(request, where)
+        if sink_of is None:
+            return self._repeated(lambda: self._redirected(request), where)
         try:
-            return request()
+            return self._redirected(request)
         except Transient as error:
             raise StoreError(error.text, where, error.hint) from None
+        except _SinkFailed as error:
+            raise error.error from None
 
     def close(self) -> None:
-        """Close the connections that are idle."""
+        """Close all connections. A thread that waits for an answer gets an error."""
         with self._lock:
             idle, self._idle = self._idle, []
+            for running in list(self._running):
+                with suppress(OSError):
+                    running.shutdown(socket.SHUT_RDWR)
         for connection, _ in idle:
             connection.close()
 
@@ -142,59 +151,56 @@ class HttpClient:
         if hasattr(self, "_lock"):
             self.close()
 
-    def _redirected(
-        self, method: str, path: str, headers: Mapping[str, str], max_nbytes: int, seconds: float, sink: Sink | None
-    ) -> HttpAnswer:
+    def _redirected(self, request: "_HttpRequest") -> HttpAnswer:
         """The answer to a request, here or where a server sends it. Another server gets no token."""
-        client, where = self, f"{self.origin}{path}"
+        client, where = self, f"{self.origin}{request.path}"
         for _ in range(_MAX_REDIRECTS):
-            answer = client._once(method, path, headers, max_nbytes, seconds, sink)
+            answer = client._once(request)
             location = answer.headers.get("location")
             if answer.status not in _REDIRECTS or location is None:
                 _check(answer, where)
                 return answer
-            target = urlsplit(urljoin(f"{client.origin}{path}", location))
+            target = urlsplit(urljoin(f"{client.origin}{request.path}", location))
             origin = f"{target.scheme}://{target.netloc}"
             if target.scheme not in ("http", "https") or (client._is_tls and target.scheme == "http"):
                 raise StoreError("the server sends to an address that is not secure", printable(where))
-            path = f"{target.path or '/'}{'?' if target.query else ''}{target.query}"
+            request = replace(request, path=f"{target.path or '/'}{'?' if target.query else ''}{target.query}")
             if origin != client.origin:
-                certificate = self._credentials.certificate
-                client = HttpClient(origin, Credentials(None, certificate), self._repeated)
+                client = HttpClient(origin, Credentials(None, self._credentials.certificate), self._repeated)
         raise StoreError("the server sends from one address to another, without end", printable(where))
 
-    def _once(
-        self, method: str, path: str, headers: Mapping[str, str], max_nbytes: int, seconds: float, sink: Sink | None
-    ) -> HttpAnswer:
+    def _once(self, request: "_HttpRequest") -> HttpAnswer:
         silence = self._repeated.policy.silence
         while True:
             connection, is_used = self._connection()
-            is_answered = False
+            running, response = None, None
             try:
-                connection.request(method, self._target(path), headers={**self._headers(), **headers})
-                socket = connection.sock
-                socket.settimeout(silence + seconds)
+                headers = {**self._headers(), **request.headers}
+                connection.request(request.method, self._target(request.path), headers=headers)
+                running = connection.sock
+                self._running.add(running)
+                running.settimeout(silence + request.seconds)
                 response = connection.getresponse()
-                is_answered = True
-                socket.settimeout(silence)
-                answer = self._answer(response, max_nbytes, sink, f"{self.origin}{path.partition('?')[0]}")
-            except ssl.SSLCertVerificationError as error:
+                running.settimeout(silence)
+                answer = self._answer(response, request)
+                self._give_back(connection, response)
+                return answer
+            except BaseException as error:
+                is_unreached = running is None and connection.sock is None
                 connection.close()
-                text = f"the server is not trusted: {error.verify_message or error.reason}"
-                raise UnsafeError(text, where=self.origin, hint=_TLS_HINT) from None
-            except (OSError, HTTPException) as error:
-                is_unreached = connection.sock is None and not is_answered
-                connection.close()
-                if isinstance(error, (CkptError, StoreError)):
+                if response is not None:
+                    response.close()
+                if isinstance(error, ssl.SSLCertVerificationError):
+                    text = f"the server is not trusted: {error.verify_message or error.reason}"
+                    raise UnsafeError(text, where=self.origin, hint=_TLS_HINT) from None
+                if isinstance(error, (CkptError, StoreError)) or not isinstance(error, (OSError, HTTPException)):
                     raise
-                if is_used and not is_answered:
+                if is_used and response is None:
                     continue  # the server has closed it meanwhile
                 raise _failed(error, is_unreached) from None
-            except BaseException:
-                connection.close()
-                raise
-            self._give_back(connection, response)
-            return answer
+            finally:
+                if running is not None:
+                    self._running.discard(running)
 
     def _headers(self) -> dict[str, str]:
         headers = {"User-Agent": f"ckpt/{VERSION}", "Accept-Encoding": "identity"}
@@ -229,10 +235,12 @@ class HttpClient:
         proxy = self._proxy()
         host, port = (self._host, self._port) if proxy is None else proxy
         if self._context is None:
-            return HTTPConnection(host, port, timeout=_CONNECT), False
-        connection = HTTPSConnection(host, port, context=self._context, timeout=_CONNECT)
-        if proxy is not None:
-            connection.set_tunnel(self._host, self._port or 443)
+            connection = HTTPConnection(host, port, timeout=_CONNECT)
+        else:
+            connection = HTTPSConnection(host, port, context=self._context, timeout=_CONNECT)
+            if proxy is not None:
+                connection.set_tunnel(self._host, self._port or 443)
+        connection.response_class = _WholeHead
         return connection, False
 
     def _give_back(self, connection: HTTPConnection, response: HTTPResponse) -> None:
@@ -242,16 +250,19 @@ class HttpClient:
         with self._lock:
             self._idle.append((connection, time.monotonic()))
 
-    def _answer(self, response: HTTPResponse, max_nbytes: int, sink: Sink | None, where: str) -> HttpAnswer:
-        """The whole of an answer. Raises `UnsafeError` if it is longer than `max_nbytes`."""
+    def _answer(self, response: HTTPResponse, request: "_HttpRequest") -> HttpAnswer:
+        """The whole of an answer. Raises `UnsafeError` if it is longer than it may be."""
+        where = f"{self.origin}{request.path.partition('?')[0]}"
         headers = {name.lower(): value for name, value in response.getheaders()}
         if headers.get("content-encoding", "identity") != "identity":
             raise Transient("the server answers with coded bytes, which were not requested", is_wrong=True)
         is_success = response.status in (200, 206)
-        limit = max_nbytes if is_success else min(max_nbytes, _PART)
+        limit = request.max_nbytes if is_success else min(request.max_nbytes, _PART)
         if response.length is not None and response.length > limit and is_success:
-            raise too_large(response.length, max_nbytes, where)
-        sink = sink if is_success else None
+            raise too_large(response.length, limit, where)
+        sink: Sink | None = None
+        if is_success and request.sink_of is not None:
+            sink = request.sink_of(HttpAnswer(response.status, headers, memoryview(b"")))
         deadline = time.monotonic() + self._repeated.policy.silence + (response.length or limit) / _SLOWEST
         known = response.length if sink is None and is_success else None
         body, total = bytearray(known or 0), 0
@@ -261,16 +272,73 @@ class HttpClient:
             if total > limit:
                 if not is_success:
                     break
-                raise too_large(None, max_nbytes, where)
+                raise too_large(None, limit, where)
             if time.monotonic() > deadline:
                 raise Transient("the server is too slow")
             if sink is not None:
-                sink(part[:nbytes])
+                _pass_on(sink, part[:nbytes])
             elif known is None:
                 body += part[:nbytes]
         if response.length:  # what was announced, and did not come
             raise Transient("the server ended the connection within an answer")
         return HttpAnswer(response.status, headers, memoryview(body).toreadonly())
+
+
+@dataclass(frozen=True)
+class _HttpRequest:
+    """A request, as of `HttpClient.get`."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    max_nbytes: int
+    seconds: float
+    sink_of: SinkOf | None
+
+
+class _WholeHead(HTTPResponse):
+    """An answer, of which the library would take the head for whole if the connection ended within it."""
+
+    def begin(self) -> None:
+        file = self.fp
+        lines: Any = _Lines(file)
+        self.fp = lines
+        try:
+            super().begin()
+        finally:
+            if self.fp is lines:
+                self.fp = file
+        if not lines.last:
+            raise RemoteDisconnected("the connection ended within the head of an answer")
+
+
+class _Lines:
+    """A file, and the last line that was read of it."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.last = file, b""
+
+    def readline(self, limit: int) -> bytes:
+        self.last = self.file.readline(limit)
+        return self.last
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class _SinkFailed(Exception):
+    """What takes a body has raised `error`, which is none of the line."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _pass_on(sink: Sink, part: memoryview) -> None:
+    try:
+        sink(part)
+    except OSError as error:
+        raise _SinkFailed(error) from None
 
 
 def is_loopback(host: str) -> bool:

@@ -1,5 +1,6 @@
 """What a web server has below a URL, read by name: of `ckpt serve`, of any server of static files, or of a CDN."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -14,10 +15,11 @@ from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import InvalidArgumentError, NotFoundError, UnsupportedError
 from ckpt_formats.core.place import ReadPlace, Version, absent, ends_early
 from ckpt_formats.core.text import printable
-from ckpt_formats.stores.http_client import Credentials, HttpAnswer, HttpClient, Sink
-from ckpt_formats.stores.repetition import Repetition
+from ckpt_formats.stores.http_client import Credentials, HttpAnswer, HttpClient, SinkOf
+from ckpt_formats.stores.repetition import Repetition, RetryPolicy
 
 _ABSENT = (404, 410)
+_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/", re.ASCII)
 _SAME_TAG_SECONDS = 2.0
 """Seconds in which a server may give one e_tag to two versions of an object: many make it of a time in seconds."""
 MAX_SKIPPED = 64 << 20
@@ -34,12 +36,14 @@ class HttpPlace(ReadPlace):
     """Quoted, without a slash at its end."""
     credentials: Credentials | None = None
     """None: those of the environment of the process that reads."""
+    policy: RetryPolicy | None = None
+    """How patient requests are; None: as the user says."""
 
     @classmethod
-    def of(cls, url: str, credentials: Credentials | None = None) -> "HttpPlace":
+    def of(cls, url: str, credentials: Credentials | None = None, policy: RetryPolicy | None = None) -> "HttpPlace":
         """The place below a URL as a user writes it. Raises as `split_url`."""
         origin, key = split_url(url)
-        return cls(f"{origin}/{quote(key)}".rstrip("/"), credentials)
+        return cls(f"{origin}/{quote(key)}".rstrip("/"), credentials, policy)
 
     def within(self, name: str) -> "HttpPlace":
         place = replace(self, url=f"{self.url}/{quote(name)}")
@@ -86,20 +90,21 @@ class HttpPlace(ReadPlace):
         method: str = "GET",
         query: str = "",
         seconds: float = 0.0,
-        sink: Sink | None = None,
+        sink_of: SinkOf | None = None,
     ) -> HttpAnswer:
         """The answer to a request, as `HttpClient.get`; `query` follows a question mark."""
         path = f"{urlsplit(self.url).path}/{quote(key)}{'?' if query else ''}{query}"
-        return self.client.get(path, headers, max_nbytes, method=method, seconds=seconds, sink=sink)
+        return self.client.get(path, headers, max_nbytes, method=method, seconds=seconds, sink_of=sink_of)
 
     @cached_property
     def client(self) -> HttpClient:
         """The connections to the server."""
         parts = urlsplit(self.url)
-        return HttpClient(f"{parts.scheme}://{parts.netloc}", self.credentials or Credentials.of_user(), Repetition())
+        credentials = self.credentials or Credentials.of_user()
+        return HttpClient(f"{parts.scheme}://{parts.netloc}", credentials, Repetition(policy=self.policy))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url, "credentials": self.credentials}
+        return {"url": self.url, "credentials": self.credentials, "policy": self.policy}
 
 
 def split_url(text: str) -> tuple[str, str]:
@@ -158,12 +163,17 @@ def range_of(answer: HttpAnswer, offset: int, nbytes: int, where: str) -> memory
         if len(body) < offset + nbytes:
             raise ends_early(len(body), offset + nbytes, where)
         return body[offset : offset + nbytes]
-    stated = answer.headers.get("content-range", "").partition("/")[0]
-    if answer.status != 206 or stated != f"bytes {offset}-{offset + len(body) - 1}" or len(body) > nbytes:
-        raise UnsupportedError("the server answers with another range than was requested", where=where)
-    if len(body) < nbytes:
+    check_range(answer, offset, nbytes, where)
+    if len(body) != nbytes:
         raise ends_early(offset + len(body), offset + nbytes, where)
     return body
+
+
+def check_range(answer: HttpAnswer, offset: int, nbytes: int, where: str) -> None:
+    """Raise `UnsupportedError` unless an answer says that it has this range, or the first bytes of it."""
+    stated = _RANGE.match(answer.headers.get("content-range", ""))
+    if answer.status != 206 or stated is None or not (int(stated[1]) == offset <= int(stated[2]) < offset + nbytes):
+        raise UnsupportedError("the server answers with another range than was requested", where=where)
 
 
 def total_of(answer: HttpAnswer) -> int | None:

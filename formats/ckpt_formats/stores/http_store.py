@@ -16,7 +16,7 @@ from ckpt_formats.stores.http_client import NO_CREDENTIALS, HttpAnswer
 from ckpt_formats.stores.http_place import MAX_SKIPPED, HttpPlace, range_of, seconds_of, split_url, total_of
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
 
-_MAX_LIST = 1 << 27
+_MAX_LISTING = 1 << 27
 """Bytes of a list."""
 _MAX_FILES = 500_000
 _MAX_PARTS, _MAX_PART = 8, 255
@@ -102,7 +102,7 @@ def open_web(url: str, anonymous: bool = False) -> StorePath:
 def _listed(server: HttpPlace, root: str) -> dict[str, StoredObject] | None:
     """The files below a folder of a chain, as `ckpt serve` lists them; None if the server lists nothing there."""
     try:
-        answer = server.request(f"{root}/", {"Accept": "application/json"}, _MAX_LIST, query="list")
+        answer = server.request(f"{root}/", {"Accept": "application/json"}, _MAX_LISTING, query="list")
     except (StoreError, UnsafeError) as error:
         if isinstance(error, StoreError) and not error.is_denied:
             raise
