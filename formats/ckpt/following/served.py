@@ -46,7 +46,7 @@ RECORD = "published-step.json"
 MAX_FILE_NBYTES = 5 * 10**9
 """Bytes of tensors in one file, as `save_pretrained` has it."""
 _NAMES = ("a", "b")
-_NEXT, _NEXT_LINK, _LOCK = ".next", ".current", ".lock"
+_NEXT, _NEXT_LINK, _OLD, _LOCK = ".next", ".current", ".old", ".lock"
 _INDEX = f"model{SAFETENSORS_INDEX}"
 
 
@@ -116,8 +116,8 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
         try:
             self._check_contents()
             with _writing(self.target):
-                _remove(self.target / _NEXT)
-                _remove(self.target / _NEXT_LINK)
+                for name in (_NEXT, _NEXT_LINK, _OLD):
+                    _remove(self.target / name)
         except BaseException:
             self._lock.__exit__(None, None, None)
             raise
@@ -159,6 +159,8 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
         Raises as `Follower.update`; `NoSpaceError` if the disk is full, `OutputError` if the folder cannot be written.
         After an error, what was served is served still.
         """
+        if self.step is not None and self.step.ref == target and self.path is not None:
+            return Advance(self.step, self.path, 0, 0, False)
         record = self.source.record(target)
         model, following = self.source.model(record), FollowedStep.of(record, target)
         if self._current is not None and model_digest(self._current.model) != model_digest(model):
@@ -209,7 +211,7 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
 
     def _check_contents(self) -> None:
         """Raise `OutputError` if the folder has anything that no follower writes there."""
-        own = {*_NAMES, CURRENT, _NEXT, _NEXT_LINK, _LOCK}
+        own = {*_NAMES, CURRENT, _NEXT, _NEXT_LINK, _OLD, _LOCK}
         for path in sorted(self.target.iterdir()):
             is_own = path.name in own
             if path.name == CURRENT:
@@ -243,11 +245,13 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
         """The folder for the next step, mapped: what was served before, if it may be written in place, else new."""
         other, path = self.target / self._free_name(), self.target / _NEXT
         if self._is_released and self._other is not None and self._other.model == model:
-            (other / RECORD).unlink()
             os.rename(other, path)
+            (path / RECORD).unlink()
             return self._other
         self._other = None
-        _remove(other)
+        if other.exists():  # by a rename first: a folder that a kill leaves half removed is not called a or b
+            os.rename(other, self.target / _OLD)
+            _remove(self.target / _OLD)
         path.mkdir()
         needed, there = sum(file.nbytes for file in files), shutil.disk_usage(path).free
         if needed > there:
