@@ -16,7 +16,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -47,9 +47,11 @@ class Row:
     """GB/s of weights."""
 
 
-def measure(run: str, encoding: Encoding, pairs: list[tuple[Array, Array]], opened: WeightRun, rounds: int) -> Row:
-    ends = np.cumsum([prod(shape) for shape in opened.shapes.values()])
-    spans = list(zip((0, *ends[:-1]), ends, opened.shapes.values(), strict=True))
+def measure(
+    run: str, encoding: Encoding, pairs: list[tuple[Array, Array]], shapes: Sequence[tuple[int, ...]], rounds: int
+) -> Row:
+    ends = np.cumsum([prod(shape) for shape in shapes])
+    spans = list(zip((0, *ends[:-1]), ends, shapes, strict=True))
     times: tuple[list[float], list[float]] = ([], [])
     nbytes = changed = 0
     for number in range(rounds):
@@ -93,15 +95,16 @@ def baselines(rounds: int = 200) -> dict[str, float]:
 
 
 def encodings(given: argparse.Namespace) -> list[dict[str, object]]:
-    known = [*ckpt_encodings(), *OTHERS]
+    known = [one for one in (*ckpt_encodings(), *OTHERS) if given.only in one.name]
     rows: list[Row] = []
     for name in given.runs:
         opened = WeightRun.open(given.folder / name)
         states = {at: weights for at, weights in opened.states() if given.first - given.since <= at <= given.last}
         pairs = [(states[at - given.since], states[at]) for at in range(given.first, given.last + 1)]
+        shapes = [(pairs[0][0].size,)] if given.as_one else [*opened.shapes.values()]
         ours = 0.0
         for encoding in known:
-            row = measure(name, encoding, pairs, opened, given.rounds)
+            row = measure(name, encoding, pairs, shapes, given.rounds)
             if not rows or rows[-1].run != name:
                 ours = row.bytes_per_change
                 print(f"\n{name}: {row.changed:.2%} of {pairs[0][0].size:,} values change\n")
@@ -113,7 +116,7 @@ def encodings(given: argparse.Namespace) -> list[dict[str, object]]:
             print(
                 f"| {row.encoding} | {size:.3f} | {size / ours:.2f} | {row.encode:.2f} | {row.decode:.2f} |", flush=True
             )
-    return rows
+    return [asdict(row) for row in rows]
 
 
 def latency(given: argparse.Namespace) -> list[dict[str, float]]:
@@ -157,6 +160,10 @@ def main() -> None:
     part.add_argument("--last", type=int, default=18)
     part.add_argument("--since", type=int, default=1, help="code each step against so many steps before")
     part.add_argument("--rounds", type=int, default=3)
+    part.add_argument(
+        "--as-one", action="store_true", help="take all tensors as one: whole chunks, as of a large model"
+    )
+    part.add_argument("--only", default="", help="encodings whose name contains a text")
     part.set_defaults(measure=encodings)
     part = parts.add_parser("latency", help="seconds from the optimizer's step to verified weights")
     part.add_argument("--target", choices=("folder", "memory"), default="folder", help="who follows")

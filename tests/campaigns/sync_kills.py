@@ -10,13 +10,15 @@ the trainer's last state.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
 import shutil
+import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,21 +30,29 @@ import numpy as np
 import obstore
 import xxhash
 
+from ckpt.following.follow import follow_into
 from ckpt.following.follower import Follower
+from ckpt.following.served import CURRENT, RECORD, ServedFolder
+from ckpt.following.source import PublishedSource
 from ckpt.publishing.publication import Publication, open_publication, put_object
 from ckpt.publishing.rank_buffers import RankBuffers
-from ckpt_formats.core.errors import LockedError
+from ckpt.publishing.retention import remove_unneeded
+from ckpt_formats.core.errors import CkptError, LockedError, NotFoundError, OutputError
 from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal.published.model import PublishedModel
-from killing import killed, points
-from object_stores import BUCKET, Killer, StoreServer, killing, moto, reached, start
+from ckpt_formats.universal.published.records import RankShare, StepName, StepRecord
+from killing import killed, killed_after, points
+from object_stores import BUCKET, Killer, StoreServer, faulty, killing, moto, reached, start
 from published import Weights, model_of
 from run import Round, alternated
+from sync_damage import LAST as LAST_STEP
+from sync_damage import PATIENCE, PublishedHistory, same
 
 RANKS = 2
 SECONDS = 120
 KILLED, REFUSED = -9, 11
 CHAIN = f"s3://{BUCKET}/policy.chain"
+RANDOM_LAST = 40
 FIRST, KILLED_FROM, LAST = 1, 4, 8
 """The first step, the last one before the publisher is killed, and the last one."""
 
@@ -101,6 +111,10 @@ class Trainer:
     first: int
     last: int
     way: Way = ()
+    pause: float = 0.0
+    """Seconds that a step takes."""
+    retain: bool = False
+    """Whether it removes what the last three steps do not need, after half a second."""
 
     def run(self) -> None:
         model = model_of(self.weights(self.first), RANKS)
@@ -115,17 +129,31 @@ class Trainer:
                     self.publish(publication, ranks, step, weights)
                 for rank in ranks:
                     rank.accept()
+                time.sleep(self.pause)
 
     def publish(self, publication: Publication, ranks: list[RankBuffers], step: int, weights: Weights) -> None:
-        parent = None if publication.needs_base() else publication.parent
-        coded = [rank.encode(parent is None) for rank in ranks]
-        for one in coded:
-            put_object(publication.place, one.share.object, one.object)
+        parent, bases = publication.parent, None
+        deltas = None if parent is None else store(publication, ranks, False)
+        if publication.needs_base():
+            bases = store(publication, ranks, True)
         self.diary.note(publication.epoch, step, weights)
-        publication.commit(step, parent, [one.share for one in coded])
+        if bases is not None:
+            publication.commit(step, None, bases, deltas)
+        elif deltas is not None:
+            publication.commit(step, parent, deltas)
+        if self.retain:
+            remove_unneeded(publication, "last:3", grace=0.5)
 
     def weights(self, step: int) -> Weights:
         return weights_at(step, self.way)
+
+
+def store(publication: Publication, ranks: list[RankBuffers], is_base: bool) -> list[RankShare]:
+    """Store what all ranks have of a step."""
+    coded = [rank.encode(is_base) for rank in ranks]
+    for one in coded:
+        put_object(publication.place, one.share.object, one.object)
+    return [one.share for one in coded]
 
 
 def fill(ranks: list[RankBuffers], model: PublishedModel, weights: Weights) -> None:
@@ -274,8 +302,222 @@ class StoreKills(PublisherKills):
         return code == KILLED
 
 
+class ServingKills:
+    """Kills of a follower that serves a folder, in front of each change to its file system."""
+
+    def __init__(self, folder: Path) -> None:
+        self.history = PublishedHistory(folder)
+        self.names = sorted(self.history.files)
+        self.target = folder / "served"
+        self.points: list[int] = []
+
+    def serve(self, names: Sequence[StepName]) -> None:
+        """Serve steps one after another; readers need no longer what was served before."""
+        source = PublishedSource(self.history.folder, patience=PATIENCE)
+        with ServedFolder(self.target, source, 1) as served:
+            assert served.verify() is None
+            for name in names:
+                self.history.place(self.history.files[name])
+                head = source.head()
+                assert head is not None
+                served.advance(head, head.record)
+                assert self.check() == name
+                served.release_other()
+
+    def check(self) -> StepName | None:
+        """Return the step that the link names, whose weights must be those of that step."""
+        current = self.target / CURRENT
+        if not current.is_symlink():
+            return None
+        record = StepRecord.from_bytes((current / RECORD).read_bytes(), current)
+        weights = read_safetensors(current / "model.safetensors")
+        assert same(weights, self.history.run.states[record.name]), f"other weights are served as {record.name}"
+        return record.name
+
+    def round(self, generator: random.Random) -> Counter[str]:
+        seen = Counter[str]()
+        shutil.rmtree(self.target, ignore_errors=True)
+        first = generator.randrange(len(self.names) - 3)
+        names = self.names[first : first + 4]
+        if not self.points:
+            self.points = [*range(points(lambda: self.serve(names), self.target))]
+            generator.shuffle(self.points)
+            shutil.rmtree(self.target)
+        at = first
+        for _ in range(generator.choice((1, 1, 2))):
+            work = partial(self.serve, self.names[at:])
+            if generator.random() < 0.2:
+                was_killed = killed_after(work, generator.uniform(0, 0.3))
+            else:
+                was_killed = killed(work, self.target, self.points.pop())
+            seen["killed" if was_killed else "ended before"] += 1
+            name = self.check()
+            if name is not None:
+                assert at == first or name >= self.names[at - 1], f"went back to {name}"
+                at = min(self.names.index(name) + 1, len(self.names) - 1)
+            seen["nothing is served" if name is None else "a step is served"] += 1
+            if not self.points:
+                break
+        self.serve(self.names[at:])
+        assert self.check() == LAST_STEP
+        assert {path.name for path in self.target.iterdir()} <= {"a", "b", CURRENT, ".lock"}
+        return seen
+
+
+class RandomKills:
+    """A trainer and two followers that serve folders, as processes, of which one after another is killed."""
+
+    def __init__(self, folder: Path, processes: Any) -> None:
+        self.folder, self.processes = folder, processes
+        self.ways = 0
+
+    def round(self, generator: random.Random) -> Counter[str]:
+        seen = Counter[str]()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
+        chain, diary = str(self.folder / "policy.chain"), Diary(self.folder / "diary")
+        trainer = Trainer(chain, diary, FIRST, RANDOM_LAST, pause=0.03, retain=generator.random() < 0.5)
+        targets = [ServedWatch(self.folder / name, diary) for name in ("one", "two")]
+        running = {"trainer": self._start(trainer.run)}
+        running |= {target.path.name: self._start(partial(serve, chain, target.path)) for target in targets}
+        try:
+            for _ in range(generator.randint(2, 6)):
+                end = time.monotonic() + generator.uniform(0.05, 0.6)
+                while time.monotonic() < end:
+                    for target in targets:
+                        seen["looks"] += target.look()
+                    time.sleep(0.01)
+                who = generator.choice(list(running))
+                process = running[who]
+                seen[f"killed {'a follower' if who != 'trainer' else who}"] += process.is_alive()
+                process.kill()
+                process.join(SECONDS)
+                assert process.exitcode in (0, KILLED), f"{who} ended with {process.exitcode}"
+                if who == "trainer":
+                    trainer = self._next(trainer, generator, seen)
+                    running[who] = self._start(trainer.run)
+                else:
+                    target = next(one for one in targets if one.path.name == who)
+                    target.look()
+                    running[who] = self._start(partial(serve, chain, target.path))
+            running["trainer"].join(SECONDS)
+            assert running["trainer"].exitcode == 0, running["trainer"].exitcode
+            self._wait(targets, trainer, running)
+        finally:
+            for process in running.values():
+                process.kill()
+                process.join(SECONDS)
+        return seen
+
+    def _start(self, work: Callable[[], None]) -> Any:
+        process = self.processes.Process(target=ended, args=(work,))
+        process.start()
+        return process
+
+    def _next(self, trainer: Trainer, generator: random.Random, seen: Counter[str]) -> Trainer:
+        """The trainer that starts after a kill: from the last published step, or from an earlier one on another way."""
+        watch = Watch(trainer.chain, trainer.diary)
+        try:
+            _, step = watch.update()
+        except NotFoundError:
+            return trainer
+        if generator.random() < 0.5:
+            return replace(trainer, first=step)
+        self.ways += 1
+        first = generator.randint(max(FIRST, step - 3), step)
+        seen["rewound" if first < step else "went on another way"] += 1
+        return replace(trainer, first=first, way=(*trainer.way, (first, self.ways)))
+
+    def _wait(self, targets: list[ServedWatch], trainer: Trainer, running: Mapping[str, Any]) -> None:
+        end = time.monotonic() + SECONDS
+        for target in targets:
+            while target.seen is None or target.seen[1:] != (RANDOM_LAST, digest(trainer.weights(RANDOM_LAST))):
+                assert running[target.path.name].is_alive(), f"{target.path.name} has ended"
+                assert time.monotonic() < end, f"{target.path.name} stays at {target.seen}"
+                target.look()
+                time.sleep(0.01)
+
+
+class FaultyStore:
+    """A publisher and a follower whose requests fail: errors, resets, half bodies, answers that are lost."""
+
+    def __init__(self, folder: Path, server: StoreServer) -> None:
+        self.diary, self.server = Diary(folder / "diary"), server
+        self.rounds = 0
+
+    def round(self, generator: random.Random) -> Counter[str]:
+        seen = Counter[str]()
+        self.rounds += 1
+        chain = f"s3://{BUCKET}/faulty{self.rounds}.chain"
+        self.diary.path.unlink(missing_ok=True)
+        trainer = Trainer(chain, self.diary, FIRST, LAST)
+        with faulty(self.server, 0.2, generator.getrandbits(32), writes=True) as (store_, faults), reached(store_):
+            watch = Watch(chain, self.diary)
+            while trainer.first < LAST or not seen["published to the end"]:
+                try:
+                    trainer.run()
+                    seen["published to the end"] += 1
+                except (OutputError, NotFoundError) as error:
+                    seen[f"publisher: {type(error).__name__}"] += 1
+                try:
+                    trainer = replace(trainer, first=watch.update()[1])
+                except CkptError as error:
+                    seen[f"follower: {type(error).__name__}"] += 1
+                    if seen["published to the end"]:
+                        break
+                assert sum(seen.values()) < 100, seen
+            seen.update({f"fault {kind}": number for kind, number in faults.items()})
+        watch = Watch(chain, self.diary)
+        assert watch.update() == (1, LAST)
+        assert digest(watch.follower.tensors()) == digest(trainer.weights(LAST))
+        return seen
+
+
+def serve(chain: str, target: Path) -> None:
+    follow_into(chain, target, lambda event: None, every=0.01)
+
+
+@dataclass
+class ServedWatch:
+    """Looks at what a folder serves."""
+
+    path: Path
+    diary: Diary
+    seen: tuple[int, int, str] | None = None
+    """The last epoch, step and weights."""
+
+    def look(self) -> bool:
+        """Read what is served; False if nothing is, or it changed meanwhile."""
+        try:
+            folder = self.path / os.readlink(self.path / CURRENT)
+            record = (folder / RECORD).read_bytes()
+            weights = read_safetensors(folder / "model.safetensors")
+            if (folder / RECORD).read_bytes() != record or (self.path / CURRENT).resolve() != folder:
+                return False
+        except FileNotFoundError:
+            return False
+        name = StepRecord.from_bytes(record, folder).name
+        found = name.epoch, name.step, digest(weights)
+        assert found in self.diary.states(), f"serves what the trainer never had: {found}"
+        assert self.seen is None or found[:2] >= self.seen[:2], f"went back from {self.seen} to {found}"
+        self.seen = found
+        return True
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Read all tensors of a file by the description of its format alone."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    dtypes = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
+    entries = {name: entry for name, entry in json.loads(data[8:start]).items() if name != "__metadata__"}
+    return {
+        name: np.frombuffer(data[start:][slice(*entry["data_offsets"])], dtypes[entry["dtype"]]).reshape(entry["shape"])
+        for name, entry in entries.items()
+    }
+
+
 def rounds(folder: Path, seed: int) -> Iterator[Round]:
-    """Yield kills in a folder and in a bucket, in turn."""
+    """Yield kills of publishers in a folder and in a bucket, and of a follower, in turn."""
     generator = random.Random(seed)
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["sync_kills"])
@@ -283,10 +525,21 @@ def rounds(folder: Path, seed: int) -> Iterator[Round]:
         server = stack.enter_context(moto())
         killer = stack.enter_context(killing(server))
         stack.enter_context(reached(server))
-        for name in ("folder", "store"):
+        for name in ("folder", "store", "serving"):
             (folder / name).mkdir()
-        works = {
+        works: dict[str, PublisherKills | ServingKills | RandomKills | FaultyStore] = {
             "publisher, folder": FolderKills(folder / "folder"),
+            "follower, folder": ServingKills(folder / "serving"),
+            "all, random": RandomKills(folder / "random", processes),
+            "faulty store": FaultyStore(folder, server),
             "publisher, store": StoreKills(folder / "store", server, killer, processes),
         }
-        yield from alternated({name: partial(work.round, generator) for name, work in works.items()})
+        yield from alternated({name: partial(finding, partial(work.round, generator)) for name, work in works.items()})
+
+
+def finding(round_: Callable[[], Counter[str]]) -> Counter[str]:
+    """Let an error of ours be a finding: nothing is damaged here."""
+    try:
+        return round_()
+    except CkptError as error:
+        raise AssertionError(f"{type(error).__name__}: {error}") from error

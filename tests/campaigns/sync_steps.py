@@ -111,7 +111,7 @@ def rounds(folder: Path, seed: int) -> Iterator[Round]:
     """Yield the recorded runs, the longest first; or a small one."""
     generator = random.Random(seed)
     recorded = [path.parent for path in default_runs().glob("*/run.json")]
-    runs = [WeightRun.open(path) for path in recorded] or [train(folder / "network", 24)]
+    runs = [WeightRun.open(path) for path in recorded] or [train(folder / "network", 12)]
     runs.sort(key=lambda run: -run.steps)
 
     def work(run: WeightRun) -> Counter[str]:
