@@ -103,8 +103,8 @@ def load(
         vocab_rows: The rows of the vocabulary without padding, if tables have more rows in one of both.
         random_states: Also restore this rank's random number generators, if the run stored them.
         device: Where tensors on the meta device get memory; None: on torch's default device.
-        cooperate: Whether ranks with the same values read a share each and exchange the shares. `auto`: if the
-            checkpoint is in a store, or the ranks are on several nodes.
+        cooperate: Whether ranks with the same values read and replay a share each and exchange the shares. `auto`: if
+            the checkpoint is in a store, steps or deltas are replayed, or the ranks are on several nodes.
         resources: The threads and the memory of each rank.
         parts: Other objects with `load_state_dict`, each by the name under which the checkpoint has its state.
 
@@ -145,9 +145,9 @@ def load(
                 fills += [one for one in states.create() if one[0].memory.numel()]
             replicas = replicas_of(fills, named, cooperate)
             with ranks.together(), torch.no_grad():
-                fill(reading, ((stored, shard.memory) for shard, stored in replicas.share(fills)))
+                fill(reading, ((piece.stored, piece.memory) for piece in replicas.share))
                 reading.fill((one, np.empty(one.shape, one.dtype)) for one in states.read)
-            replicas.exchange(fills)
+            replicas.exchange()
             clock.note("read")
             verified, unverified = verify_together(reading)
             clock.note("verify")

@@ -11,6 +11,9 @@ from heapq import merge
 from itertools import groupby
 from math import prod
 from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
 
 from ckpt.pipeline.executors import batches
 from ckpt.reading.blocks import Block, DerivedCopy
@@ -57,6 +60,37 @@ class ReadingOrder:
         streams = (_by_place(number, block) for number, block in enumerate(self.replayed))
         for _, pieces in groupby(merge(*streams, key=itemgetter(0, 1)), itemgetter(0)):
             yield [block.part(box) for _, _, block, box in pieces]
+
+
+class PlacedPiece(NamedTuple):
+    """A part of one of several tensors, and the memory of its elements in an array of that tensor in C order."""
+
+    number: int
+    """The number of the tensor."""
+    tensor: Tensor
+    place: Place | None
+    """Pieces of one place are replayed at once; None if nothing is replayed."""
+    offset: int
+    """The index of the first element in memory."""
+    strides: tuple[int, ...]
+    """In elements, one for each axis of the piece."""
+
+
+def placed_pieces(tensors: Sequence[Tensor]) -> Iterator[PlacedPiece]:
+    """Yield pieces that together are all elements of the tensors, each once. No data is read.
+
+    If processes divide them so that all pieces of a place are one's own, they replay nothing twice.
+    """
+    for number, tensor in enumerate(tensors):
+        memory = np.empty(tensor.shape, np.uint8)  # never written: only the addresses in it count
+        begin, block = memory.ctypes.data, Block(tensor, memory)
+        for simple in _simple(block) if _is_computed(tensor) else (block,):
+            blob = _replayed(simple.tensor)
+            pieces: Iterator[tuple[Place | None, Block]] = iter([(None, simple)])
+            if blob is not None:
+                pieces = ((place, part) for place, _, _, box in _by_place(0, simple) for part in (simple.part(box),))
+            for place, one in pieces:
+                yield PlacedPiece(number, one.tensor, place, one.out.ctypes.data - begin, one.out.strides)
 
 
 def _by_place(number: int, block: Block) -> Iterator[tuple[Place, int, Block, Box]]:
