@@ -3,14 +3,19 @@
 The exchanges are those that the code of vLLM 0.33, SGLang 0.5.23 and prime-rl documents.
 """
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ckpt.errors import InvalidArgumentError
 from ckpt_serving import EngineError, ServedStep, reload_engines
 from ckpt_serving.__main__ import main
+from damage import ckpt
+from published import PublishedRun
 from recording_server import recording_server
 
 SERVED = ServedStep(1234, 3, "0" * 32, "/weights/a")
@@ -104,3 +109,23 @@ def test_command_without_arguments_explains_itself() -> None:
     run = subprocess.run([sys.executable, "-m", "ckpt_serving"], capture_output=True, text=True)
     assert run.returncode == 2
     assert "ckpt_serving vllm http://localhost:8000" in run.stderr
+
+
+def test_follow_lets_servers_load_each_folder_that_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a command, and for SGLang without one: its server ignores the fields that it does not know."""
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    chain, target = tmp_path / "policy.chain", tmp_path / "served"
+    chain.mkdir()
+    run = PublishedRun(chain, {"w": np.zeros(8, np.float32)})
+    with recording_server() as vllm, recording_server() as sglang:
+        for step in (7, 8):
+            run.publish(step, {"w": np.full(8, step, np.float32)}, base=step == 7)
+            notify = ["--notify", f"{sglang.url}/update_weights_from_disk"]
+            command = ["--exec", f"python -m ckpt_serving vllm {vllm.url}"]
+            assert ckpt("follow", chain, target, "--once", *notify, *command).code == 0
+    loads = [body["kwargs"]["weights_path"] for path, body in vllm.exchange if path == "/collective_rpc"]
+    assert loads == [body["model_path"] for _, body in sglang.exchange]
+    assert [body["weight_version"] for _, body in sglang.exchange] == ["7", "8"]
+    assert [body["new_version"] for path, body in vllm.exchange if path == "/update_weight_version"] == ["7", "8"]
+    assert len(set(loads)) == 2
+    assert {Path(path).parent for path in loads} == {target}
