@@ -1,17 +1,20 @@
 """Publish each step of real runs, and compare all bits at two followers.
 
 The runs are those that `benchmarks/policy_runs.py` has recorded: GRPO and DPO of a small Llama, up to 1,000 steps. Two
-ranks publish every step. Followers in this process update, yield changes that are written into arrays, or write
-into a model's tensors. The other one serves a folder, and skips steps as it likes. After each step, all
-bits of the first are compared with the run, and those of the folder with the step that it serves. Where no runs are
-recorded, and in the check, a small network is trained.
+ranks publish every step. Followers in this process update, yield changes that are written into arrays, or write into a
+model's tensors; another process serves a folder. After each step, all bits of both are compared with the run. Where no
+runs are recorded, and in the check, a small network is trained.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,14 @@ from typing import Any
 import numpy as np
 
 from ckpt.following.follower import Follower
+from ckpt.following.served import CURRENT, RECORD
 from ckpt.publishing.publication import open_publication, put_object
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt_formats.stores.location import target_path
+from ckpt_formats.universal.published.records import StepRecord
 from published import model_of
 from run import Round, alternated
-from sync_kills import fill
+from sync_kills import SECONDS, fill, read_safetensors, serve
 from weight_runs import WeightRun, default_runs
 
 RANKS = 2
@@ -78,6 +83,44 @@ class InProcess:
         return self.changed.confirm().step, self.written
 
 
+@dataclass(frozen=True)
+class ServedSteps:
+    """A process that serves the last step in a folder."""
+
+    target: Path
+    process: Any
+
+    def check(self, step: int, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Wait until a step is served, and compare all bits."""
+        end = time.monotonic() + SECONDS
+        while self.step() != step:
+            assert time.monotonic() < end, f"step {step} is not served"
+            assert self.process.is_alive(), "the follower has ended"
+            time.sleep(0.005)
+        weights = read_safetensors(self.target / CURRENT / "model.safetensors")
+        assert weights.keys() == tensors.keys()
+        for name, values in tensors.items():
+            assert weights[name].tobytes() == values.tobytes(), f"served, step {step}: {name}"
+
+    def step(self) -> int | None:
+        try:
+            data = (self.target / CURRENT / RECORD).read_bytes()
+        except FileNotFoundError:
+            return None
+        return StepRecord.from_bytes(data, self.target).name.step
+
+
+@contextmanager
+def serving(chain: Path, target: Path) -> Iterator[ServedSteps]:
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(str(chain), target))
+    process.start()
+    try:
+        yield ServedSteps(target, process)
+    finally:
+        process.kill()
+        process.join()
+
+
 def publish_all(run: WeightRun, folder: Path, generator: random.Random) -> Counter[str]:
     """Publish each step of a run, and compare the followers."""
     chain, seen = folder / f"{run.folder.name}.chain", Counter[str]()
@@ -85,7 +128,7 @@ def publish_all(run: WeightRun, folder: Path, generator: random.Random) -> Count
     model = model_of(first, RANKS)
     ranks = [RankBuffers(model, rank) for rank in range(RANKS)]
     following = InProcess(chain, first)
-    with open_publication(target_path(str(chain)), model) as publication:
+    with serving(chain, folder / "served") as served, open_publication(target_path(str(chain)), model) as publication:
         fill(ranks, model, first)
         publication.start(0, [rank.state() for rank in ranks])
         for step, weights in run.states():
@@ -104,6 +147,8 @@ def publish_all(run: WeightRun, folder: Path, generator: random.Random) -> Count
             for name, values in run.tensors(weights).items():
                 assert arrays[name].tobytes() == values.tobytes(), f"{way}, step {step}: {name}"
             seen[way] += 1
+            served.check(step, run.tensors(weights))
+            seen["served"] += 1
     return seen
 
 
