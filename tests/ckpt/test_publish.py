@@ -1,6 +1,10 @@
 """Checkpoints that are published: equal to what `convert` writes, in folders and stores, again and again."""
 
+import json
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -234,6 +238,29 @@ def test_signed_chain_refuses_another_key(tmp_path: Path) -> None:
     assert "not signed with this key" in wrong.err
     (tmp_path / "short").write_text("short")
     assert ckpt(*arguments, 3, "--key", tmp_path / "short").code == 2
+
+
+def test_second_publisher_ends_with_exit_code_11(tmp_path: Path) -> None:
+    chain = tmp_path / "policy.chain"
+    with open_publication(chain, model()):
+        done = ckpt("publish", TRAINER, chain)
+    assert done.code == 11
+    assert "another process is publishing into this chain" in done.err
+
+
+@pytest.mark.slow
+def test_watch_ends_with_sigterm_after_what_it_published(tmp_path: Path) -> None:
+    run, chain = tmp_path / "run", tmp_path / "policy.chain"
+    run.mkdir()
+    library.save(library.open(TRAINER).weights_only(), run / "checkpoint-7", "hf")
+    command = [sys.executable, "-m", "ckpt_cli", "publish", run, chain, "--watch", "--every", "0.1", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["step"] == 7
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert process.stdout.read() == b""
+    assert list(Chain(chain)) == [7]
 
 
 # In a store
