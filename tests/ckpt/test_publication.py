@@ -12,6 +12,7 @@ from ckpt_formats.core.errors import CkptError, CorruptError, LockedError, Outpu
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.published.records import HEAD, Head, StepName
+from ckpt_formats.universal.published.route import find_route
 from killing import killed, points, spread
 from published import model_of
 from published_ranks import RANKS, Ranks, head_of, model, publish, record_of, weights_at
@@ -109,6 +110,15 @@ def test_publication_that_is_killed_leaves_the_last_step_or_the_next_and_goes_on
         publish(run, [2, 3])
         assert_step(run, 3)
         assert head_of(run).record.name.epoch == 1
+
+
+def test_ranks_store_folds_that_the_next_head_names(tmp_path: Path) -> None:
+    run = tmp_path / "policy.chain"
+    publish(run, range(18))
+    assert head_of(run).folds == ((0, 4), (4, 8), (8, 12), (0, 16), (12, 16))
+    route = find_route(head_of(run), None, lambda key: (run / key).read_bytes(), run)
+    assert [record.key for record in route.records[1:]] == [StepName(1, 16).fold_key(0), StepName(1, 17).key]
+    assert_step(run, 17)
 
 
 def test_values_are_brought_to_a_step_by_its_object(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ckpt.publishing.folds import EncodedFold, FoldAnchors
 from ckpt.publishing.publication import Publication, open_publication, put_object
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt_formats.stores.location import place_at
@@ -31,7 +32,11 @@ class Ranks:
 
     def __init__(self, model: PublishedModel) -> None:
         self.model = model
-        self.values = [RankBuffers(model, rank) for rank in range(len(model.pieces))]
+        ranks = range(len(model.pieces))
+        self.values = [RankBuffers(model, rank) for rank in ranks]
+        self.anchors = [FoldAnchors(self.values[rank], RankBuffers.nbytes_of(model, rank)) for rank in ranks]
+        self.folds: list[list[EncodedFold]] = [[] for _ in ranks]
+        """Those that end at the last step, by rank."""
 
     def fill(self, weights: Weights) -> list[str]:
         """Fill the next values; the states."""
@@ -57,12 +62,17 @@ class Ranks:
         is_base, parent = publication.needs_base(), publication.parent
         bases = self._put(publication, is_base=True) if is_base else None
         deltas = None if parent is None else self._put(publication, is_base=False)
+        folds: dict[int, list[RankShare]] = {}
+        for one in (one for of_rank in self.folds for one in of_rank):
+            put_object(publication.place, one.encoded.share.object, one.encoded.object)
+            folds.setdefault(one.length, []).append(one.encoded.share)
         if bases is None:
             assert deltas is not None
-            ref = publication.commit(step, parent, deltas)
+            ref = publication.commit(step, parent, deltas, folds=folds)
         else:
-            ref = publication.commit(step, None, bases, deltas)
+            ref = publication.commit(step, None, bases, deltas, folds)
         self.accept()
+        self.folds = [one.note_step(is_base) for one in self.anchors]
         return ref
 
     def _put(self, publication: Publication, is_base: bool) -> list[RankShare]:

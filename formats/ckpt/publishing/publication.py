@@ -110,6 +110,8 @@ class Publication:
         self._epochs = 0
         self._steps: list[StepName] = []
         """The published steps from the last base on."""
+        self._refs: dict[StepName, RecordRef] = {}
+        """Those that this process has published."""
         self._records: dict[str, StepRecord] = {}
         self._files_of_models: dict[ObjectRef, set[str]] = {}
         self._is_model_stored = False
@@ -170,6 +172,7 @@ class Publication:
         parent: RecordRef | None,
         shares: Sequence[RankShare],
         delta: Sequence[RankShare] | None = None,
+        folds: Mapping[int, Sequence[RankShare]] = MappingProxyType({}),
     ) -> RecordRef:
         """Publish a step whose objects all ranks have stored.
 
@@ -179,6 +182,7 @@ class Publication:
             shares: What each rank has stored, by rank.
             delta: Of a base, what each rank has stored of the same step against `self.parent`, if it has: so who has
                 that state need not fetch the base.
+            folds: Folds that end at the step before this one, by how many steps they join: what each rank has stored.
 
         Returns:
             The step as the head names it.
@@ -199,21 +203,22 @@ class Publication:
             raise InvalidArgumentError(f"the delta of step {step} does not lead from the last step to the base")
         try:
             self._right.check()
-            self._check_objects([*shares, *(delta or ())])
+            self._check_objects([*shares, *(delta or ()), *(one for fold in folds.values() for one in fold)])
+            self._store_folds(folds)
             self._store_model()
             time = datetime.now(UTC).isoformat(timespec="milliseconds")
             is_first = last is None or last.epoch != name.epoch
             continues = self._start.continues if self._start is not None and is_first else None
             record = StepRecord(name, parent, self.model_ref, tuple(shares), time, continues)
             data = record.to_bytes(self._key)
-            ref, folds = ref_of(name, data), tuple[tuple[int, int], ...]()
+            ref, over_base = ref_of(name, data), tuple[tuple[int, int], ...]()
             if delta is not None and self.parent is not None:
-                folds = self._with_fold(self.parent, record, ref, delta)
+                over_base = self._with_fold(self.parent, record, ref, delta)
             try:
                 create(self.place, name.key, data)
             except FileExistsError:
                 raise self._locked() from None
-            self._put_head(_head_after(self.head, record, ref, folds), record)
+            self._put_head(_head_after(self.head, record, ref, over_base), record)
         except OSError as error:
             if isinstance(error, CkptError):
                 raise
@@ -279,6 +284,15 @@ class Publication:
         """Raise `LockedError` unless this process still has the lease, as the place itself says."""
         self._right.confirm()
 
+    def _store_folds(self, folds: Mapping[int, Sequence[RankShare]]) -> None:
+        """Create the records of folds that end at the last step, and let the next head name them."""
+        number, head, record = len(self._steps) - 1, self.head, self.record
+        for length, shares in sorted(folds.items()):
+            if head is None or record is None or not 0 < length <= number or not _are_same(shares, record.shares):
+                raise InvalidArgumentError(f"no fold of {length} steps ends at the last step")
+            parent = self._ref_at(self._steps[number - length])
+            self.head = head = replace(head, folds=self._with_fold(parent, record, head.record, shares))
+
     def _with_fold(
         self, parent: RecordRef, record: StepRecord, ref: RecordRef, shares: Sequence[RankShare]
     ) -> tuple[tuple[int, int], ...]:
@@ -301,6 +315,7 @@ class Publication:
             raise self._locked() from None
         if self.head is None or head.record != self.head.record:
             self._steps = [*([] if record.is_base else self._steps), head.record.name]
+            self._refs = {**({} if record.is_base else self._refs), head.record.name: head.record}
         self.head, self.record, self.parent, self._uncertain = head, record, head.record, None
 
     def _refresh(self) -> None:
@@ -355,6 +370,8 @@ class Publication:
         return ref_of(name, data) if is_same else None
 
     def _ref_at(self, name: StepName) -> RecordRef:
+        if name in self._refs:
+            return self._refs[name]
         data = self._read(name.key)
         if data is None:
             raise CorruptError("the record is missing", where=self.run / name.key)
