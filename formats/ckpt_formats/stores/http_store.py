@@ -61,7 +61,7 @@ class HttpStore(ListedStore):
         return self._is_listed and super()._has_listed(key)
 
     def _single(self, key: str) -> StoredObject | None:
-        return _single(self._place, key)
+        return None if self._is_listed else _single(self._place, key)  # `ckpt serve` has nothing beside the chain
 
     def _level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
         """What is known of a folder that was not listed."""
