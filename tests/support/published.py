@@ -1,6 +1,7 @@
 """Published chains with chosen steps: several ranks, blocks and ranges of tensors, folds, epochs."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,11 @@ class PublishedRun:
         ranks: int = 1,
         key: bytes | None = None,
         files: Mapping[str, bytes] | None = None,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.run, self.key, self.epoch = run, key, 1
         side = {name: self.put(data) for name, data in (files or {}).items()}
-        self.model = model_of(weights, ranks, side)
+        self.model = replace(model_of(weights, ranks, side), aliases=aliases or {})
         self.model_ref = self.put(self.model.to_bytes())
         (run / file.NAME).write_bytes(file.dump(file.ChainIndex((), is_published=True)))
         self.states: dict[StepName, Weights] = {}
