@@ -49,7 +49,7 @@ def kinds(events: list[FollowEvent]) -> list[str]:
     return [event.kind for event in events]
 
 
-def test_folder_serves_each_step_with_its_bits(
+def test_folder_serves_the_bits_of_each_step(
     run: PublishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served_module, "MAX_FILE_NBYTES", 1000)  # several files and an index
@@ -166,9 +166,7 @@ class _no_cleaning:
     def __exit__(self, *arguments: object) -> None: ...
 
 
-def test_reader_of_the_folder_before_has_its_files_until_the_url_has_answered(
-    run: PublishedRun, tmp_path: Path
-) -> None:
+def test_folder_before_has_its_own_files_until_it_is_released(run: PublishedRun, tmp_path: Path) -> None:
     target = tmp_path / "served"
     source = PublishedSource(run.run, patience=0.0)
     with ServedFolder(target, source, 2) as served:
