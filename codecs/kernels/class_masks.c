@@ -156,14 +156,14 @@ INLINE u32 lane_of(const u64 lanes[COUNT_WORDS], int c) {
     return (u32)(lanes[c / COUNT_LANES] >> (c % COUNT_LANES * COUNT_BITS) & 0xFFFF);
 }
 
-/* How many of the valid words are of each class. */
-INLINE void count_classes(const u64 p[CLASS_BITS], u64 valid, u64 lanes[COUNT_WORDS]) {
+/* How many words are of each class. */
+INLINE void count_classes(const u64 p[CLASS_BITS], u64 lanes[COUNT_WORDS]) {
     u64 masks[CLASSES];
     masks_of_planes(p, masks);
     for (int i = 0; i < COUNT_WORDS; i++) {
         const u64 *four = masks + i * COUNT_LANES;
-        lanes[i] = (u64)count_bits(four[0] & valid) | (u64)count_bits(four[1] & valid) << COUNT_BITS |
-                   (u64)count_bits(four[2] & valid) << 2 * COUNT_BITS | (u64)count_bits(four[3] & valid) << 3 * COUNT_BITS;
+        lanes[i] = (u64)count_bits(four[0]) | (u64)count_bits(four[1]) << COUNT_BITS |
+                   (u64)count_bits(four[2]) << 2 * COUNT_BITS | (u64)count_bits(four[3]) << 3 * COUNT_BITS;
     }
 }
 
@@ -175,11 +175,17 @@ typedef struct {
 
 enum { BLOCKS_AT_ONCE = 16, WORDS_AT_ONCE = BLOCKS_AT_ONCE * MASKED };
 
-INLINE ClassBlock look_at_block(const u16 *words, ClassRule rule, u64 valid) {
-    ClassBlock block;
-    class_planes(words, rule, block.planes);
-    count_classes(block.planes, valid, block.members);
-    return block;
+static __attribute__((noinline)) void look_at_blocks(const u16 *words, int count, ClassRule rule, ClassBlock *blocks) {
+    for (int b = 0; b < count; b++) {
+        class_planes(words + b * MASKED, rule, blocks[b].planes);
+        count_classes(blocks[b].planes, blocks[b].members);
+    }
+}
+
+/* The last zeros of a padded block are no members. */
+INLINE void drop_padding(ClassBlock *block, i64 padding, ClassRule rule) {
+    int c = class_of(0, rule);
+    block->members[c / COUNT_LANES] -= (u64)padding << (c % COUNT_LANES * COUNT_BITS);
 }
 
 /* The place of the set bit that has `rank` set bits below it; there is one. */

@@ -160,31 +160,29 @@ INLINE void find_block_changes(ChangeFinder *f, const u16 *before, const u16 *af
     for (int i = 0; i < COUNT_WORDS; i++) f->recent[i] += block->members[i];
 }
 
-/* False if there are more changes than `room`: it is compared before WORDS_AT_ONCE values, whose number fits a lane, and after
- * these there is room for a block. */
+/* False if there are more changes than `room`, which is compared before WORDS_AT_ONCE values; their number fits a lane. */
 static bool find_changes(ChangeFinder *f, const u16 *before, const u16 *after, i64 n, ClassRule rule) {
-    i64 i = 0, whole = n & ~(i64)(MASKED - 1);
-    while (i < whole) {
+    u16 old[MASKED], new[MASKED];
+    for (i64 i = 0; i < n;) {
         ClassBlock blocks[BLOCKS_AT_ONCE];
         u64 changed[BLOCKS_AT_ONCE];
-        int count = (int)min((whole - i) / MASKED, (i64)BLOCKS_AT_ONCE);
-        i64 found = 0;
+        const u16 *from = before + i, *to = after + i;
+        int count = (int)min((n - i) / MASKED, (i64)BLOCKS_AT_ONCE);
+        i64 found = 0, padding = count ? 0 : MASKED - (n - i);
         for (int c = 0; c < CLASSES; c++) found += f->counts[c];
-        if (f->room - found < WORDS_AT_ONCE) return false;
-        for (int b = 0; b < count; b++) {
-            changed[b] = changed_mask(before + i + b * MASKED, after + i + b * MASKED);
-            blocks[b] = look_at_block(before + i + b * MASKED, rule, ~(u64)0);
+        if (f->room - found < (count ? count : 1) * MASKED) return false;
+        if (!count) {
+            pad_block(from, n - i, old);
+            pad_block(to, n - i, new);
+            from = old, to = new, count = 1;
         }
-        for (int b = 0; b < count; b++, i += MASKED) find_block_changes(f, before + i, after + i, changed[b], blocks + b, rule);
+        for (int b = 0; b < count; b++) changed[b] = changed_mask(from + b * MASKED, to + b * MASKED);
+        look_at_blocks(from, count, rule, blocks);
+        drop_padding(blocks, padding, rule);
+        for (int b = 0; b < count; b++) find_block_changes(f, from + b * MASKED, to + b * MASKED, changed[b], blocks + b, rule);
         for (int c = 0; c < CLASSES; c++) f->seen[c] += lane_of(f->recent, c);
         memset(f->recent, 0, sizeof f->recent);
-    }
-    if (i < n) {
-        u16 old[MASKED], new[MASKED];
-        u64 valid = pad_block(before + i, n - i, old);
-        pad_block(after + i, n - i, new);
-        ClassBlock block = look_at_block(old, rule, valid);
-        find_block_changes(f, old, new, changed_mask(old, new), &block, rule);
+        i += count * MASKED;
     }
     for (int c = 0; c < CLASSES; c++) f->total += f->counts[c];
     return f->total <= most_changes(n);
@@ -323,7 +321,7 @@ static u16 *write_class_words(u32 states[2], ClassCode code, const u8 *gap_symbo
 
 i64 API(write_masked_steps_scratch)(i64 n) {
     if (!is_size(n)) return BAD_SIZE;
-    i64 room = most_changes(n) + WORDS_AT_ONCE + MASKED;
+    i64 room = most_changes(n) + WORDS_AT_ONCE;
     return CLASSES * (PIECE(4 * room) + PIECE(2 * room)) + 2 * PIECE(room) + PIECE(4 * room + 2);
 }
 
@@ -331,9 +329,9 @@ i64 API(write_masked_steps)(const u16 *before, const u16 *after, i64 n, int mant
                             i64 tables_size, u8 *out, i64 room, u8 *scratch, i64 scratch_size) {
     const MaskedTables *tables = masked_tables(tables_data, tables_size);
     if (!is_size(n) || !is_class_rule(mantissa_bits, 0, CLASSES) || !tables || room < 2 * n + 1024) return BAD_SIZE;
-    i64 most = most_changes(n) + WORDS_AT_ONCE + MASKED;
+    i64 most = most_changes(n) + WORDS_AT_ONCE;
     Scratch s = {scratch, scratch + scratch_size};
-    ChangeFinder f = {.room = most - MASKED};
+    ChangeFinder f = {.room = most};
     for (int c = 0; c < CLASSES; c++) f.gaps[c] = take(&s, 4 * most), f.steps[c] = take(&s, 2 * most);
     u8 *gap_symbols = take(&s, most), *size_symbols = take(&s, most);
     u16 *words = take(&s, 4 * most + 2), *word = words;
@@ -548,19 +546,17 @@ i64 API(read_masked_steps)(const u8 *data, i64 size, const u16 *before, i64 n, i
     if (!read_changes(data, size, n, tables, gaps, steps, &p)) return 0;
     ClassRule rule = {mantissa_bits, data[0], CLASSES - 1};
     if (out != before && n) memcpy(out, before, (size_t)n * sizeof *out); /* faster than block by block beside the reads */
-    i64 i = 0;
-    while (i + MASKED <= n) {
+    for (i64 i = 0; i < n;) {
         ClassBlock blocks[BLOCKS_AT_ONCE];
+        u16 padded[MASKED], *words = out + i;
         int count = (int)min((n - i) / MASKED, (i64)BLOCKS_AT_ONCE);
-        for (int b = 0; b < count; b++) blocks[b] = look_at_block(out + i + b * MASKED, rule, ~(u64)0);
-        for (int b = 0; b < count; b++, i += MASKED) place_block_changes(&p, out + i, blocks + b, out + i);
-    }
-    if (i < n) {
-        u16 last[MASKED];
-        u64 valid = pad_block(out + i, n - i, last);
-        ClassBlock block = look_at_block(last, rule, valid);
-        place_block_changes(&p, last, &block, last);
-        memcpy(out + i, last, (size_t)(n - i) * sizeof *out);
+        i64 padding = count ? 0 : MASKED - (n - i);
+        if (!count) pad_block(words, n - i, padded), words = padded, count = 1;
+        look_at_blocks(words, count, rule, blocks);
+        drop_padding(blocks, padding, rule);
+        for (int b = 0; b < count; b++) place_block_changes(&p, words + b * MASKED, blocks + b, words + b * MASKED);
+        if (words == padded) memcpy(out + i, padded, (size_t)(n - i) * sizeof *out);
+        i += count * MASKED;
     }
     return has_placed_all(&p);
 }
@@ -582,12 +578,10 @@ i64 API(list_masked_steps)(const u8 *data, i64 size, const u16 *before, i64 n, i
         u16 padded[MASKED], changed_words[MASKED];
         const u16 *from = before + i;
         int ready = (int)min((n - i) / MASKED, (i64)BLOCKS_AT_ONCE);
-        for (int b = 0; b < ready; b++) blocks[b] = look_at_block(from + b * MASKED, rule, ~(u64)0);
-        if (!ready) {
-            u64 valid = pad_block(from, n - i, padded);
-            from = padded, ready = 1;
-            blocks[0] = look_at_block(padded, rule, valid);
-        }
+        i64 padding = ready ? 0 : MASKED - (n - i);
+        if (!ready) pad_block(from, n - i, padded), from = padded, ready = 1;
+        look_at_blocks(from, ready, rule, blocks);
+        drop_padding(blocks, padding, rule);
         for (int b = 0; b < ready; b++, i += MASKED) {
             u64 changed = place_block_changes(&p, from + b * MASKED, blocks + b, changed_words);
             for (; changed; changed &= changed - 1) {

@@ -63,14 +63,16 @@ i64 API(find_steps)(const u16 *predicted, const u16 *actual, i64 n, int mantissa
     i64 first[CLASSES];
     StepFinder f = {.bucket_of = bucket_of, .gaps = gaps, .room = room, .steps = steps};
     for (int c = 0; c < CLASSES; c++) f.gap_after[c] = first + c;
-    i64 i = 0;
-    for (; i + MASKED <= n; i += MASKED)
-        if (!find_block_steps(&f, predicted + i, actual + i, rule, ~(u64)0)) return BAD_SIZE;
-    if (i < n) {
-        u16 before[MASKED], after[MASKED];
-        u64 valid = pad_block(predicted + i, n - i, before);
-        pad_block(actual + i, n - i, after);
-        if (!find_block_steps(&f, before, after, rule, valid)) return BAD_SIZE;
+    u16 before[MASKED], after[MASKED];
+    for (i64 i = 0; i < n; i += MASKED) {
+        const u16 *from = predicted + i, *to = actual + i;
+        u64 valid = ~(u64)0;
+        if (n - i < MASKED) {
+            valid = pad_block(from, n - i, before);
+            pad_block(to, n - i, after);
+            from = before, to = after;
+        }
+        if (!find_block_steps(&f, from, to, rule, valid)) return BAD_SIZE;
     }
     for (i64 c = 0; c < buckets; c++) sizes[c] = f.seen[c], *f.gap_after[c] = f.seen[c] - f.seen_at_change[c];
     memcpy(first_gaps, first, (size_t)buckets * sizeof *first);
@@ -154,21 +156,21 @@ typedef struct {
 } StepsReader;
 
 /* Changes 64 values. A place at which a bucket changes next is a bit of `next`: the lowest one is read first. */
-INLINE bool read_block_steps(StepsReader *s, const u16 *predicted, ClassRule rule, u64 valid, u16 *out) {
+INLINE bool read_block_steps(StepsReader *s, u16 *words, ClassRule rule, u64 valid) {
     u64 masks[CLASSES], next = 0;
     i64 members[CLASSES];
-    class_masks(predicted, rule, masks);
+    class_masks(words, rule, masks);
     for (int c = 0; c < CLASSES; c++) {
         members[c] = count_bits(masks[c] & valid);
         if (RARE(s->left[c] < members[c])) next |= (u64)1 << place_of_rank(masks[c], s->left[c]);
     }
     for (; next; next &= next - 1) {
-        int i = __builtin_ctzll(next), c = class_of(predicted[i], rule);
+        int i = __builtin_ctzll(next), c = class_of(words[i], rule);
         if (s->rest[c] < 0) return false;
         BitModel *flag = flag_model(s->models, c);
         bool down = read_range_bit(&s->range, s->models + SIGN_MODEL);
         u32 size = read_number(&s->range, flag + 1, STEP_BITS);
-        out[i] = (u16)(down ? predicted[i] - size : predicted[i] + size);
+        words[i] = (u16)(down ? words[i] - size : words[i] + size);
         i64 gap = read_step_gap(&s->range, flag, s->shifts[c], s->rest[c]);
         s->rest[c] -= gap + 1, s->left[c] += gap + 1;
         if (s->left[c] < members[c]) next |= (u64)1 << place_of_rank(masks[c], s->left[c]);
@@ -194,17 +196,13 @@ i64 API(read_sparse_steps)(const u8 *data, i64 data_size, const u16 *predicted, 
         s.left[c] = read_step_gap(&s.range, flag_model(s.models, c), shift, s.rest[c]);
         s.rest[c] -= s.left[c] + 1;
     }
-    i64 i = 0;
-    for (; i + MASKED <= n; i += MASKED) {
-        if (out != predicted) memcpy(out + i, predicted + i, MASKED * sizeof *out);
-        if (!read_block_steps(&s, predicted + i, rule, ~(u64)0, out + i)) return 0;
-    }
-    if (i < n) {
-        u16 before[MASKED], after[MASKED];
-        u64 valid = pad_block(predicted + i, n - i, before);
-        memcpy(after, before, sizeof after);
-        if (!read_block_steps(&s, before, rule, valid, after)) return 0;
-        memcpy(out + i, after, (size_t)(n - i) * sizeof *out);
+    if (out != predicted && n) memcpy(out, predicted, (size_t)n * sizeof *out);
+    for (i64 i = 0; i < n; i += MASKED) {
+        u16 padded[MASKED], *words = out + i;
+        u64 valid = ~(u64)0;
+        if (n - i < MASKED) valid = pad_block(words, n - i, padded), words = padded;
+        if (!read_block_steps(&s, words, rule, valid)) return 0;
+        if (words == padded) memcpy(out + i, padded, (size_t)(n - i) * sizeof *out);
     }
     return has_read_all(&s.range);
 }

@@ -18,7 +18,8 @@ MOST_BYTES = 2_000_000
 The library and its docstrings took it past 1.1 MB, packs and lazy plans past 1.2, `ckpt plan`
 and shared packs past 1.3, shadows elsewhere, bases without a stall, stores and partial recovery past 1.4, pages,
 stores that are written and man pages (33 kB) past 1.5."""
-MOST_LIBRARY_BYTES = 500_000
+MOST_LIBRARY_BYTES = 550_000
+"""Of the library of kernels: masked steps took it past 500 kB."""
 
 sys.path.insert(0, str(ROOT))
 import hatch_build  # noqa: E402
