@@ -497,10 +497,10 @@ class ServedWatch:
         except FileNotFoundError:
             return False
         name = StepRecord.from_bytes(record, folder).name
-        found = name.epoch, name.step, digest(weights)
-        assert found in self.diary.states(), f"serves what the trainer never had: {found}"
-        assert self.seen is None or found[:2] >= self.seen[:2], f"went back from {self.seen} to {found}"
-        self.seen = found
+        served = name.epoch, name.step, digest(weights)
+        assert served in self.diary.states(), f"serves what the trainer never had: {served}"
+        assert self.seen is None or served[:2] >= self.seen[:2], f"went back from {self.seen} to {served}"
+        self.seen = served
         return True
 
 

@@ -72,16 +72,16 @@ def scalers(kind: Kind, saved: Path) -> list[str]:
     run: Any = start(kind, seed=1)
     source = ckpt.open(saved)
     before = run.optimizer.get_loss_scale()
-    said = list(load(replace(source, extras={}), run.model, run.optimizer).notices)
+    texts = list(load(replace(source, extras={}), run.model, run.optimizer).notices)
     name = source.extras["optimizer"]["grad_scaler"]["scale"].name
     scale = replace(source.parameters[name], states={MODEL: Tensor.of(ArrayBlob(np.array([np.inf], np.float32)))})
     hostile = replace(source, parameters={**source.parameters, name: scale})
     try:
         load(hostile, run.model, run.optimizer)
     except CorruptError as error:
-        said += [error.what, str(error.hint)]
+        texts += [error.what, str(error.hint)]
     assert run.optimizer.get_loss_scale() == before
-    return said
+    return texts
 
 
 WAYS: dict[str, Callable[[Kind, Path], list[Any]]] = {
