@@ -7,6 +7,8 @@ rank 0, and announced in advance (`writing.publish_process`), so that all ranks 
 
 import json
 import os
+import re
+import sys
 import threading
 import time
 import uuid
@@ -24,12 +26,13 @@ from ckpt.publishing.retention import KeepSteps
 from ckpt_formats.core.arguments import Count, checked
 from ckpt_formats.core.dtypes import SHORT_NAMES
 from ckpt_formats.core.errors import CkptError, IncompleteError, InvalidArgumentError, UnsupportedError
+from ckpt_formats.names.tables import table_for
 from ckpt_formats.universal.published.model import MAX_FILE
 from ckpt_formats.universal.published.records import ObjectRef
 from ckpt_training import ranks
 from ckpt_training.engines import megatron
 from ckpt_training.engines.registry import check_initialized, tracked_run
-from ckpt_training.engines.run import TrackedRun, renamed
+from ckpt_training.engines.run import TrackedRun, clean_name, renamed
 from ckpt_training.published_weights import Names, agree_on_weights
 from ckpt_training.run_steps import RunSteps
 from ckpt_training.save_plan import SavedShard
@@ -134,7 +137,7 @@ class Publisher:
             check_initialized(model)
             run = tracked_run(model, optimizer, self._rank, has_begun=False)
             self._run = run if rename is None else renamed(run, rename)
-            contents, paths = _files_of(self._run, names, dtype, files or {})
+            contents, paths = _files_of(self._run, dtype, files or {})
         config = json.loads(contents[_CONFIG]) if _CONFIG in contents else None
         with ranks.together():
             if names == "hf" and config is None and not megatron.is_megatron(model, optimizer):
@@ -142,6 +145,8 @@ class Publisher:
                     f"the Hugging Face names of a {type(self._run.model).__name__} are not known",
                     hint='Pass names="as-is", or files={"config.json": PATH} with the configuration of its model.',
                 )
+            if names == "hf" and config is not None and table_for(config) is None:
+                _check_conversions(self._run.model)
         self._weights = agree_on_weights(self._run, dtype, names, config)
         is_signed = signing_key is not None
         refs = {name: ObjectRef.of(one.encode(), is_signed) for name, one in contents.items()}
@@ -176,7 +181,7 @@ class Publisher:
         """The last step that was announced to this rank."""
         self._occasion, self._calls, self._attempts = 0, 0, 0
         self._passed: dict[int, int] = {}
-        """The steps of the occasions since the one that was announced last."""
+        """The steps of the occasions that this rank has skipped since the last one that it did not."""
         self._snapshot: Snapshot | None = None
         """The step on its way, or the last one that was."""
         self._update_time = time.monotonic()
@@ -252,6 +257,8 @@ class Publisher:
         end = None if timeout is None else time.monotonic() + timeout
         for is_last in (False, True):
             self._await(end, step)
+            if self._report_miss():
+                self._await(end, step)
             own = self._progress(step)
             every = {json.loads(one) for one in ranks.gather_bytes(json.dumps(own).encode())}
             if every == {"published"}:
@@ -275,6 +282,9 @@ class Publisher:
             return
         self._is_closed = True
         self._steps.remove()
+        if self._world > 1 and self._snapshot is not None:
+            self._snapshot.ended.wait(self._stall_seconds + 60.0)
+            self._report_miss()
         self._unclosed.detach()
         if not self._thread.close(self._stall_seconds + 60.0):
             warnings.warn(f"{self._chain}: the last step is still on its way", PublisherWarning, stacklevel=2)
@@ -293,7 +303,6 @@ class Publisher:
         self._warn_of_failure()
         self.step = step
         self._occasion += 1
-        self._passed[self._occasion] = step
         with self._lock:
             following = self._next
         if self._snapshot is not None and not self._snapshot.ended.is_set():
@@ -303,18 +312,27 @@ class Publisher:
         elif following is None:
             self._skip()
             self._take(replace(self._announced, reason=_UNKNOWN))
-        elif self._occasion < following[0]:
-            self._skip()
-        elif self._occasion > following[0]:
-            self._skip()
-            self._take(BeginPublish(self._passed[following[0]], *following, reason=MISSED))
-        else:
+        elif self._occasion == following[0]:
             self._take(BeginPublish(step, *following))
+        else:
+            self._skip()
+            self._report_miss()
+
+    def _report_miss(self) -> bool:
+        """If this rank has skipped the step that all ranks publish next, say so, so that none waits for it."""
+        with self._lock:
+            following = self._next
+        if following is None or following[0] not in self._passed:
+            return False
+        self._take(BeginPublish(self._passed[following[0]], *following, reason=MISSED))
+        return True
 
     def _skip(self) -> None:
         self.skipped += 1
-        if self._rank == 0 and self._world > 1:
-            self._thread.order(NoteOccasion(self._occasion))
+        if self._world > 1:
+            self._passed[self._occasion] = self.step
+            if self._rank == 0:
+                self._thread.order(NoteOccasion(self._occasion))
 
     @torch.no_grad()
     def _take(self, begin: BeginPublish) -> None:
@@ -366,15 +384,15 @@ class Publisher:
         if self.published is not None and self.published.step >= step:
             return "published"
         last = self._snapshot
-        has_failed = last is not None and last.step >= step and last.error is not None
-        return "failed" if has_failed and self._announced.reason is None else "skipped"
+        error = None if last is None or last.step < step or self._announced.reason is not None else last.error
+        return "skipped" if error is None or MISSED in error.what else "failed"
 
     def _warn_of_failure(self) -> None:
         """Warn once of steps that are not published, until one is published again."""
         last = self._snapshot
         if last is None or not last.ended.is_set() or last.error is None or self._has_warned:
             return
-        if self._announced.reason is None:
+        if self._announced.reason is None and MISSED not in last.error.what:
             self._has_warned = True
             warnings.warn(f"{last.error}; later steps are tried", PublisherWarning, stacklevel=4)
 
@@ -395,7 +413,7 @@ def _check(every: Count, memory: Count, keep: KeepSteps | None) -> None:
 
 
 def _files_of(
-    run: TrackedRun, names: Names, dtype: str | None, files: Mapping[str, str | os.PathLike[str]]
+    run: TrackedRun, dtype: str | None, files: Mapping[str, str | os.PathLike[str]]
 ) -> tuple[dict[str, str], dict[str, Path]]:
     """The files that followers get with the weights: contents as text, and paths of others. Raises `CkptError`."""
     paths = {name: Path(path).absolute() for name, path in files.items()}
@@ -420,6 +438,22 @@ def _files_of(
     if _CONFIG in paths:
         contents[_CONFIG] = paths.pop(_CONFIG).read_text("utf-8")
     return contents, paths
+
+
+def _check_conversions(model: Any) -> None:
+    """Raise `UnsupportedError` if transformers stores tensors of a model in another form than it computes with."""
+    library: Any = sys.modules.get("transformers.conversion_mapping")
+    if not hasattr(library, "get_model_conversion_mapping") or not hasattr(model, "named_parameters"):
+        return
+    mapping = library.get_model_conversion_mapping(model, add_legacy=False)
+    patterns = [one for entry in mapping if type(entry).__name__ == "WeightConverter" for one in entry.target_patterns]
+    names = [clean_name(name) for name, _ in model.named_parameters()]
+    converted = next((name for name in names if any(re.search(one, name) for one in patterns)), None)
+    if converted is not None:
+        raise UnsupportedError(
+            f"transformers stores `{converted}` in another form than a {type(model).__name__} has it in memory",
+            hint='Pass names="as-is": then followers get the tensors as they are in memory.',
+        )
 
 
 def _described(text: str, run: TrackedRun, dtype: str | None) -> str:

@@ -1,7 +1,8 @@
 """Publish live runs of engines: `publish.py OUT KIND...`.
 
-The kinds are those of `recording_jobs`. OUT/KIND/policy.chain has the published steps, OUT/KIND/truth-STEP.npz the
-weights of a step as the engine itself gathers them, cast by torch, and OUT/KIND/log-RANK.json what each rank noted.
+The kinds are those of `recording_jobs`; KIND:store publishes into a bucket. OUT/KIND/policy.chain has the steps,
+OUT/KIND/truth-STEP.npz the weights of a step as the engine itself gathers them, cast by torch, and
+OUT/KIND/log-RANK.json what each rank noted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from recording_jobs.train import joining
 from saving_jobs.steps import FREE, STEPS, megatron_config
 
 
-def publish(kind: Kind, out: Path) -> None:
+def publish(kind: Kind, out: Path, where: str) -> None:
     """Train and publish; called in every rank."""
     run = start(kind)
     rank, options = distributed.get_rank(), {"names": "as-is"}
@@ -44,7 +45,8 @@ def publish(kind: Kind, out: Path) -> None:
         distributed.barrier()
         options = {"names": "hf", "files": {"config.json": config}}
     log: dict[str, Any] = {"published": [], "failures": []}
-    with Publisher(run.model, run.optimizer, out / "policy.chain", stall_seconds=60.0, **options) as publisher:
+    chain = f"s3://bucket/{out.name}/policy.chain" if where else out / "policy.chain"
+    with Publisher(run.model, run.optimizer, chain, stall_seconds=60.0, **options) as publisher:
         for number in range(STEPS[-1] + 1):
             if number:
                 run.train(1)
@@ -114,11 +116,12 @@ def named_buffers(run: Any) -> Any:
 
 def main() -> int:
     out, failed = Path(sys.argv[1]).resolve(), 0
-    for name in sys.argv[2:]:
-        kind, place, began = kind_of(name), out / name, time.monotonic()
+    for argument in sys.argv[2:]:
+        name, _, where = argument.partition(":")
+        kind, place, began = kind_of(name), out / argument.replace(":", "-"), time.monotonic()
         place.mkdir(parents=True)
         try:
-            ranks.run(kind.world, partial(publish, kind, place), place / "logs", join=joining(kind))
+            ranks.run(kind.world, partial(publish, kind, place, where), place / "logs", join=joining(kind))
             print(f"{kind.name}: {time.monotonic() - began:.1f} s", flush=True)
         except Exception as error:
             failed += 1

@@ -5,7 +5,7 @@ from typing import Any
 STEPS = (2, 3, 5)
 AFTER = 2
 """Steps after the last save."""
-FREE = 8
+FREE = 6
 """Steps after which nobody waits until they are published."""
 
 
