@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import obstore
 import pytest
 
 from ckpt import Follower
+from ckpt.following import source
+from ckpt.serving.address import NetworkAddress
+from ckpt.serving.server import ChainServer
 from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,
@@ -25,6 +29,7 @@ from ckpt_formats.universal.published.model import PublishedModel, PublishedTens
 from ckpt_formats.universal.published.records import HEAD, ObjectRef, StepName, StepRecord
 from ckpt_formats.universal.published.route import ref_of
 from followed_weights import FILES, bytes_of, bytes_of_torch, flip, objects_of, publish, weights_at
+from object_stores import BUCKET, StoreServer
 from published import PublishedRun
 
 
@@ -261,6 +266,46 @@ def test_head_or_record_that_is_no_json_is_refused_and_the_state_stays(run: Publ
         with pytest.raises(CorruptError):
             follower.update()
         assert is_at(follower, run, 3)
+
+
+def test_steps_are_followed_from_a_bucket_and_from_a_web_server(
+    run: PublishedRun, user: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def upload() -> None:
+        for path in run.run.rglob("*"):
+            if path.is_file():
+                obstore.put(user.client, f"policy.chain/{path.relative_to(run.run)}", path.read_bytes())
+
+    monkeypatch.setattr(source, "MAX_IN_MEMORY", 1000)  # objects are put into files first
+    monkeypatch.setattr(source, "_BLOCK", 4096)
+    server = ChainServer(run.run, NetworkAddress("127.0.0.1", 0))
+    try:
+        upload()
+        urls = (f"s3://{BUCKET}/policy.chain", server.url)
+        with Follower(urls[0], patience=0.0) as one, Follower(urls[1], patience=0.0) as other:
+            for step in (3, 4, 5):
+                if step > 3:
+                    run.publish(step, weights_at(step))
+                    upload()
+                for follower in (one, other):
+                    assert follower.wait(timeout=10) is not None
+                    follower.update()
+                    assert is_at(follower, run, step)
+            run.publish(6, weights_at(6), base=True)
+            for path in objects_of(run, None, 6):
+                path.unlink()
+            upload()
+            for follower, url in ((one, urls[0]), (other, urls[1])):
+                with pytest.raises(IncompleteError, match="an object of step 6 is missing") as caught:
+                    follower.update()
+                assert str(caught.value.where).startswith(url)
+                assert is_at(follower, run, 5)
+            run.write(HEAD, b"{}")
+            with pytest.raises(CorruptError) as caught:
+                other.update()
+            assert str(caught.value.where).startswith(urls[1])
+    finally:
+        server.close()
 
 
 def test_stale_head_has_no_effect_and_two_records_of_a_step_are_refused(run: PublishedRun) -> None:

@@ -1,6 +1,7 @@
 """Read a published chain: its head, records, models and objects. All may be late, damaged or hostile."""
 
 import mmap
+import re
 import tempfile
 import threading
 import time
@@ -33,6 +34,7 @@ from ckpt_formats.universal.published.route import Route, find_route, read_recor
 
 T = TypeVar("T")
 
+_ONE_SLASH = re.compile(r"^([a-z][a-z0-9+.-]*):/(?!/)")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 """Seconds until something that is missing or damaged is read again: twice as long each time."""
 _READS_OF_DAMAGE = 3
@@ -91,6 +93,14 @@ class FollowedStep:
         return cls(name.epoch, name.step, record.state, published, record.is_base, ref, continues)
 
 
+class _ShownPlace(type(Path())):  # type: ignore[misc]
+    """The path or URL of a chain, for messages: a `Path` shows only one slash after a scheme."""
+
+    def __str__(self) -> str:
+        text: str = super().__str__()
+        return _ONE_SLASH.sub(r"\1://", text)
+
+
 class PublishedSource:
     """What a published chain has, read and verified. Threads may share it."""
 
@@ -108,7 +118,7 @@ class PublishedSource:
         `FollowingStopped`. `scratch`: the folder for objects that are too large for memory.
         """
         self.place: ReadPlace = read_place(chain)
-        self.where = Path(self.place.where())
+        self.where: Path = _ShownPlace(self.place.where())
         self.signing_key = signing_key
         self.patience = patience
         self.stop = threading.Event() if stop is None else stop
