@@ -19,21 +19,9 @@ from ckpt_serving.posting import EngineError
 from ckpt_serving.vllm_updates import ChainInfo
 from ckpt_training.installed_classes import installed_class
 
-NAME = "ckpt"
-"""The backend's name in `--weight-transfer-config`."""
 _PATCHES = "vllm.model_executor.model_loader.checkpoint_weight_patch"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _log = logging.getLogger("vllm.ckpt_serving")  # vLLM shows what its own loggers say
-
-
-def register() -> None:
-    """Register the engine `ckpt`; vLLM calls this in each of its processes, by the entry point `vllm.general_plugins`.
-
-    The engine itself is imported only where the server has `--weight-transfer-config '{"backend": "ckpt"}'`.
-    """
-    factory: Any = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
-    if NAME not in factory._registry:
-        factory.register_engine(NAME, __name__, ChainEngine.__name__)
 
 
 @dataclass

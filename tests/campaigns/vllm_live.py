@@ -246,9 +246,10 @@ def main() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(out / "plugin"), *os.environ.get("PYTHONPATH", "").split(":")])
         sys.path.insert(0, str(out / "plugin"))
     compare_server(out, int(sys.argv[3]) if len(sys.argv) > 3 else 1)
-    how = re.findall(r"step (\d+): (\w+)", (out / "server.log").read_text())
-    print("server:", *(" ".join(one) for one in dict.fromkeys(how)))
-
+    stated = re.findall(r"step (\d+): (\w+)", (out / "server.log").read_text())
+    how = [word for _, word in dict.fromkeys(stated)]
+    print("server:", *how)
+    assert how == (["loaded", "proved", "wrote", "loaded", "wrote", "wrote"] if is_plain else ["loaded"] * STEPS)
     fail_in_the_midst(out)
 
 

@@ -3,6 +3,8 @@
 tests/campaigns/vllm_live.py runs the same against vLLM itself, which is too large for the environment of the tests.
 """
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -69,3 +71,10 @@ def test_command_ends_with_1_when_a_server_fails(tmp_path: Path, capsys: pytest.
     with recording_server({"/init_weight_transfer_engine": (404, {})}) as server:
         assert main(["vllm-live", str(tmp_path), server.url]) == 1
     assert "answered 404" in capsys.readouterr().err
+
+
+def test_plugin_leaves_processes_without_weight_transfer_as_they_are() -> None:
+    """vLLM calls it in each of its processes, of any version: without vLLM, as with an old one, nothing happens."""
+    code = "import sys; from ckpt_serving.vllm_plugin import register; register(); print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
