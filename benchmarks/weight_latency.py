@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import numpy as np
@@ -34,7 +38,6 @@ from weight_runs import BF16, WeightRun
 
 CHAIN = f"s3://{BUCKET}/policy.chain"
 MAX_STATES = 41
-POLL = 0.002
 SECONDS = 300
 
 
@@ -157,29 +160,42 @@ class MemoryTarget:
 
 
 class FolderTarget:
-    """`ckpt follow`, which serves a folder."""
+    """`ckpt follow`, which serves a folder, and tells a server of each step that is served."""
 
     def __init__(self, server: StoreServer, folder: Path) -> None:
-        self.log = folder / "steps"
-        self.log.touch()
+        self.served: Queue[tuple[int, float]] = Queue()
+        served = self.served
+
+        class Engine(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                seconds = time.time()
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                served.put((int(body["step"]), seconds))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                pass
+
+        self.engine = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
+        threading.Thread(target=self.engine.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{self.engine.server_port}/"
         command = [sys.executable, "-m", "ckpt_cli", "follow", CHAIN, str(folder / "served"), "--every", "0.1"]
-        note = f'{sys.executable} -S -c "import time" ; echo $CKPT_STEP $(date +%s.%N) >> {self.log}'
-        self.process = subprocess.Popen([*command, "--exec", note], env={**os.environ, **server.environment})
+        with (folder / "log").open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, "--notify", url], env={**os.environ, **server.environment}, stdout=log, stderr=log
+            )
 
     def verified(self, step: int) -> float:
-        end = time.monotonic() + SECONDS
-        while time.monotonic() < end:
-            for line in self.log.read_text().splitlines():
-                at, seconds = line.split()
-                if int(at) == step:
-                    return float(seconds)
-            assert self.process.poll() is None, "ckpt follow has ended"
-            time.sleep(POLL)
-        raise AssertionError(f"step {step} does not come")
+        while True:
+            at, seconds = self.served.get(timeout=SECONDS)
+            if at == step:
+                return seconds
 
     def close(self) -> None:
         self.process.terminate()
         self.process.wait()
+        self.engine.shutdown()
 
 
 @contextmanager
