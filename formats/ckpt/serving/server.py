@@ -41,8 +41,8 @@ IDLE_SECONDS = 120.0
 """How long a peer may stay without a request."""
 SEND_SECONDS = 60.0
 """The time in which a peer must take an answer, besides that for its bytes."""
-MAX_WAIT = 60.0
-"""How long an answer may wait for a change."""
+MAX_WAIT = 30.0
+"""How long an answer may wait for a change. Servers in between give up after a minute."""
 LIST_FORMAT = "ckpt-list"
 """The format of a list of files."""
 _SLOWEST = 1 << 14

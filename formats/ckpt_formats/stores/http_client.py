@@ -125,7 +125,6 @@ class HttpClient:
         `seconds`: for how long the server may wait before it answers. `sink_of`: gives what takes the body of a
         success, which is not kept; then nothing is repeated. Raises `StoreError` in the end, or if the server refuses.
         """
-
         request = _HttpRequest(method, path, headers, max_nbytes, seconds, sink_of)
         where = f"{self.origin}{path.partition('?')[0]}"
         if sink_of is None:

@@ -174,6 +174,5 @@ def _single(server: HttpPlace, key: str) -> StoredObject | None:
         return None
     if headers.get("content-type", "").startswith("text/html"):
         return None
-    return StoredObject(
-        int(nbytes), headers.get("etag", "")[:_MAX_TAG], seconds_of(headers.get("last-modified")) or 0.0
-    )
+    tag, modified = headers.get("etag", ""), seconds_of(headers.get("last-modified")) or 0.0
+    return StoredObject(int(nbytes), tag if len(tag) <= _MAX_TAG else "", modified)
