@@ -526,7 +526,7 @@ def test_values_that_would_leave_a_table_are_refused() -> None:
             call()
 
 
-OF_ANY_SIZE = ("write_rows", "read_rows", "write_sparse_steps", "write_ans_steps")
+OF_ANY_SIZE = ("write_rows", "read_rows", "write_sparse_steps", "write_ans_steps", "fill_masked_tables")
 """Kernels whose last array has a size of its own."""
 
 
