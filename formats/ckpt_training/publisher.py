@@ -92,6 +92,7 @@ class Publisher:
         names: Names = "hf",
         every: int = 1,
         keep: KeepSteps | None = "last:200",
+        folds: bool = True,
         step: int | None = None,
         rename: Any = None,
         files: Mapping[str, str | os.PathLike[str]] | None = None,
@@ -112,6 +113,8 @@ class Publisher:
             names: `hf`: the names that transformers has in files; `as-is`: those of the model.
             every: Publish each step of which the number since the start is a multiple.
             keep: How many steps stay in the chain, such as `last:200`; None: all.
+            folds: Whether each 4th, 16th and 64th step after a base is also stored as a delta over so many steps, for
+                followers that were away. Each rank then has up to three copies of its values in temporary files.
             step: The number of the last step; None: the count of the engine or of the optimizer.
             rename: Gives the name in the full model of a tensor of this rank's model, for ranks with parts of one
                 model.
@@ -168,6 +171,7 @@ class Publisher:
                 slots=slots,
                 seconds=stall_seconds,
                 keep=keep,
+                folds=folds,
                 signing_key=None if signing_key is None else signing_key.hex(),
                 files=contents if is_first else {},
                 paths={name: str(path) for name, path in paths.items()} if is_first else {},

@@ -21,7 +21,8 @@ from ckpt_formats.core.errors import (
     OutputError,
     UnsupportedError,
 )
-from ckpt_formats.universal.published.records import HEAD, Head
+from ckpt_formats.universal.published.records import HEAD, Head, StepName
+from ckpt_formats.universal.published.route import find_route
 from ckpt_training import Publisher, PublisherWarning, copies
 from ckpt_training.copies import HostCopies
 from ckpt_training.local_shards import as_array
@@ -80,10 +81,16 @@ def test_a_published_step_has_the_bits_of_the_model_as_torch_casts_them(run: Run
     run.truth[0] = run.state()
     with run.publisher(chain) as publisher:
         assert publisher.wait(timeout=SECONDS).kind == "base"
-        for _ in range(3):
+        for number in range(9):
+            if number == 3:
+                run.optimizer.param_groups[0]["lr"] = 0.0  # so deltas are small, and no base comes before a fold
             result = publisher.wait(run.step(publisher), SECONDS)
-    assert (result.step, result.epoch, publisher.skipped) == (3, 1, 0)
-    assert {step: state_of(chain, step) for step in range(4)} == run.truth
+    assert (result.step, result.epoch, publisher.skipped) == (9, 1, 0)
+    assert {step: state_of(chain, step) for step in range(10)} == run.truth
+    head = Head.from_bytes((chain / HEAD).read_bytes(), chain)
+    assert head.folds[-1] == (head.base.step, head.base.step + 4)
+    route = find_route(head, None, lambda key: (chain / key).read_bytes(), chain)
+    assert route.records[1].key == StepName(1, head.base.step + 4).fold_key(head.base.step)
     assert ckpt.Chain(chain)[3].aliases == {"head.weight": "word.weight"}
 
 

@@ -1,5 +1,6 @@
 """What a rank of a live run keeps for folds: its values at a few earlier steps, in files that are mapped."""
 
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,5 +72,6 @@ class FoldAnchors:
 
     def _mapped(self) -> Array:
         with tempfile.TemporaryFile(prefix="ckpt-fold-", dir=self._scratch) as file:
-            file.truncate(max(self._nbytes, 1))
+            # The space is taken now: a write into a map of a full disk would kill the process.
+            os.posix_fallocate(file.fileno(), 0, max(self._nbytes, 1))
             return np.memmap(file, np.uint8, "r+", shape=(max(self._nbytes, 1),))[: self._nbytes]

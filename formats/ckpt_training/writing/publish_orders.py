@@ -37,6 +37,8 @@ class PublishSettings:
     """How long to wait for another rank that makes no progress."""
     keep: str | None
     """Which steps stay in the chain; None: all."""
+    folds: bool = True
+    """Whether several steps are also stored as one delta."""
     signing_key: str | None = field(default=None, repr=False)
     """In hexadecimal digits."""
     files: Mapping[str, str] = field(default_factory=dict)

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt.publishing.folds import FoldAnchors
 from ckpt.publishing.publication import Publication, open_publication, put_object
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt.publishing.retention import remove_unneeded
@@ -126,6 +127,9 @@ class PublishWriter:
         self._model = PublishedModel.from_bytes(settings.model.encode(), Path("the model of the run"))
         self._signing_key = None if settings.signing_key is None else bytes.fromhex(settings.signing_key)
         self._values = RankBuffers(self._model, settings.rank, is_signed=self._signing_key is not None)
+        self._anchors = FoldAnchors(self._values, RankBuffers.nbytes_of(self._model, settings.rank))
+        self._folds: dict[str, list[Any]] = {}
+        """Those that end at the last published step, by how many steps they join, as plain data."""
         self._published_state: str | None = None
         """The hash of the last published values of this rank; None: it does not have them."""
         self._publication: Publication | None = None
@@ -195,6 +199,7 @@ class PublishWriter:
                 "cpu": time.process_time() - step.cpu,
             }
             self._send(f"published {json.dumps({**_next(step, outcome), **result})}")
+            self._fold(step, outcome)
             if self._publication is not None and self._settings.keep is not None:
                 with suppress(CkptError, OSError):  # the next step tries it again
                     remove_unneeded(self._publication, self._settings.keep)
@@ -253,9 +258,27 @@ class PublishWriter:
                 receipt["base"] = self._stored(step, is_base=True)
             if self._published_state is not None and step.mode != "start":
                 receipt["delta"], receipt["before"] = self._stored(step, is_base=False), self._published_state
+                receipt["folds"] = self._folds
         except Exception as error:
             receipt["reason"] = step.reason = _text_of(error)
         return receipt
+
+    def _fold(self, step: OpenStep, outcome: StepOutcome) -> None:
+        """Store the folds that end at a step that was published, for the receipt of the next one."""
+        self._folds = {}
+        if not self._settings.folds:
+            return
+        if step.reason is not None or not outcome.is_new:
+            self._anchors.forget()
+            return
+        try:
+            for one in self._anchors.note_step(is_base=step.mode != "delta"):
+                share = one.encoded.share
+                put_object(self._place, share.object, one.encoded.object)
+                self._folds[str(one.length)] = [share.object.to_json(), share.state]
+        except (CkptError, OSError):  # no follower needs a fold
+            self._folds = {}
+            self._anchors.forget()
 
     def _stored(self, step: OpenStep, is_base: bool) -> list[Any]:
         """Store the values of this rank. Returns the object and the hash of the state as plain data."""
@@ -272,10 +295,11 @@ class PublishWriter:
             before = None if publication.record is None else [one.state for one in publication.record.shares]
             bases = self._shares(receipts, "base")
             deltas = self._shares(receipts, "delta") if before == [one.get("before") for one in receipts] else None
+            folds = {} if deltas is None else self._common_folds(receipts)
             if bases is not None:
-                publication.commit(step.step, None, bases, None if publication.parent is None else deltas)
+                publication.commit(step.step, None, bases, None if publication.parent is None else deltas, folds)
             elif deltas is not None and publication.parent is not None:
-                publication.commit(step.step, publication.parent, deltas)
+                publication.commit(step.step, publication.parent, deltas, folds=folds)
             else:
                 raise IncompleteError("ranks have stored deltas against another state than the last published one")
             outcome = self._outcome(step, publication.epoch)
@@ -290,6 +314,16 @@ class PublishWriter:
         if not all(kind in one for one in receipts):
             return None
         return [RankShare(ObjectRef.from_json(one[kind][0], check), one[kind][1]) for one in receipts]
+
+    def _common_folds(self, receipts: Sequence[Mapping[str, Any]]) -> dict[int, list[RankShare]]:
+        """The folds that all ranks have stored, by how many steps they join. Readers verify from where they lead."""
+        check = FieldReader(self._path)
+        lengths = set.intersection(*(set(one.get("folds", {})) for one in receipts))
+        rows = {length: [one["folds"][length] for one in receipts] for length in lengths}
+        return {
+            int(length): [RankShare(ObjectRef.from_json(row[0], check), row[1]) for row in of_ranks]
+            for length, of_ranks in rows.items()
+        }
 
     def _outcome(self, step: OpenStep, epoch: int, is_new: bool = True) -> StepOutcome:
         self._pace.ended(missed=False)
