@@ -40,7 +40,7 @@ from ckpt.publishing.retention import remove_unneeded
 from ckpt_formats.core.errors import CkptError, LockedError, NotFoundError, OutputError
 from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal.published.model import PublishedModel
-from ckpt_formats.universal.published.records import RankShare, StepName, StepRecord
+from ckpt_formats.universal.published.records import RankShare, RecordRef, StepName, StepRecord
 from killing import killed, killed_after, points
 from object_stores import BUCKET, Killer, StoreServer, faulty, killing, moto, reached, start
 from published import Weights, model_of
@@ -141,8 +141,21 @@ class Trainer:
             publication.commit(step, None, bases, deltas)
         elif deltas is not None:
             publication.commit(step, parent, deltas)
+        for before in publication.due_folds():
+            self.fold(publication, ranks, before)
         if self.retain:
             remove_unneeded(publication, "last:3", grace=0.5)
+
+    def fold(self, publication: Publication, ranks: list[RankBuffers], before: RecordRef) -> None:
+        """Publish the steps since an earlier one as one delta."""
+        own = [RankBuffers(publication.model, rank) for rank in range(len(ranks))]
+        fill(own, publication.model, self.weights(before.name.step))
+        for one in own:
+            one.state()
+            one.accept()
+        assert publication.record is not None
+        fill(own, publication.model, self.weights(publication.record.name.step))
+        publication.add_fold(before, store(publication, own, False))
 
     def weights(self, step: int) -> Weights:
         return weights_at(step, self.way)
