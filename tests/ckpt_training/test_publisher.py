@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -154,6 +156,48 @@ def test_a_killed_process_is_a_warning_and_the_next_step_is_published(run: Run, 
     assert {step: state_of(chain, step) for step in (2, 3)} == {step: run.truth[step] for step in (2, 3)}
 
 
+KILLED = """
+import sys
+from pathlib import Path
+import torch
+from test_publisher import Run
+run = Run()
+torch.manual_seed(5)
+with run.publisher(Path(sys.argv[1])) as publisher:
+    publisher.wait()
+    while True:
+        run.step(publisher)
+        torch.save(run.model.state_dict(), sys.argv[2] + f"/{publisher.step}.pt")
+        print(publisher.step, flush=True)
+"""
+
+
+def test_a_killed_run_leaves_whole_steps_and_goes_on_from_an_older_one(run: Run, chain: Path, tmp_path: Path) -> None:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(chain), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert process.stdout is not None
+    try:
+        while int(process.stdout.readline()) < 20:
+            pass
+    finally:
+        process.kill()
+        process.wait()
+    process.stdout.close()
+    last = max(step for step in ckpt.Chain(chain) if (tmp_path / f"{step}.pt").exists())
+    run.model.load_state_dict(torch.load(tmp_path / f"{last}.pt"))
+    assert state_of(chain, last) == run.state()
+    with run.publisher(chain, step=0) as publisher:  # its process waits for that of the killed run
+        assert publisher.wait(timeout=SECONDS).epoch == 2
+        publisher.wait(run.step(publisher), SECONDS)
+    assert epoch_of(chain) == 2
+    assert state_of(chain, 1) == run.truth[1]
+
+
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
     moved = folder.rename(folder.with_name("moved"))
@@ -195,7 +239,7 @@ def test_runs_that_cannot_be_published_are_refused(run: Run, chain: Path, tmp_pa
     with pytest.raises(InvalidArgumentError, match="dtype='int8'"):
         run.publisher(chain, dtype="int8")
     with run.publisher(chain), pytest.raises(LockedError):
-        Run().publisher(chain)
+        Run().publisher(chain, stall_seconds=0.1)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").touch()
     with pytest.raises(OutputError, match="is not a published chain"):

@@ -56,8 +56,10 @@ from ckpt_training.writing.ring import Ring
 from ckpt_training.writing.save_orders import FinishSave, WriteRuns
 from ckpt_training.writing.trainer_messages import IDLE_SECONDS, MessagesEnd, TrainerMessages, reason_of
 
-_ORPHAN_SECONDS = 10.0
+_ORPHAN_SECONDS = 5.0
 """How long to wait for the other ranks after the trainer has ended."""
+_PATIENCE_SECONDS = 8.0
+"""How long to wait at the start for the process of a killed trainer, which may still end its last step."""
 _NICE = 10
 _MAX_REASON = 1000
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
@@ -355,11 +357,22 @@ class PublishWriter:
                 raise InvalidArgumentError(
                     "the file was changed since the run began to publish", where=self._settings.paths.get(changed)
                 )
-            opened = open_publication(self._path, self._model, self._signing_key, files=files)
-            publication = self._stack.enter_context(opened)
+            publication = self._entered(files)
             self._remove_notes_of_others()
             self._publication = publication
         return self._publication
+
+    def _entered(self, files: Mapping[str, bytes]) -> Publication:
+        """Take the right to publish. Raises `LockedError` if another process still has it after a while."""
+        begin, patience = time.monotonic(), min(_PATIENCE_SECONDS, self._settings.seconds)
+        while True:
+            try:
+                opened = open_publication(self._path, self._model, self._signing_key, files=files)
+                return self._stack.enter_context(opened)
+            except LockedError:
+                if time.monotonic() - begin > patience:
+                    raise
+            time.sleep(0.1)
 
     def _gathered(self, step: OpenStep, what: str, own: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """Wait for what all ranks have stored. Raises `IncompleteError` if one cannot take part, or says nothing."""
