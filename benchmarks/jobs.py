@@ -1,8 +1,9 @@
 """Loads into live jobs, beside the engines' own: `jobs.py [PART ...] [--rounds 5] [--json FILE]`.
 
+    ranks      a load of 16,384 ranks and 1,000 parameters, simulated: seconds, and bytes that a rank receives
     loads      FSDP2, ZeRO 3 and a plain model with Adam, 40 M parameters: CPU seconds, memory and bytes of a rank
 
-All ways of a part run in turn, in random order, on one thread for each rank, from the page cache; figures are medians.
+All ways of `loads` run in turn, in random order, on one thread for each rank, from the page cache; figures are medians.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import job_loads
+import job_ranks
 from forked import ENVIRONMENT
 
-PARTS = ("loads",)
+PARTS = ("loads", "ranks")
 
 
 def main() -> None:
@@ -26,6 +28,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=10, help="pairs of linear layers")
     parser.add_argument("--width", type=int, default=1024, help="a pair has 4 * width ** 2 numbers")
+    parser.add_argument("--ranks", type=int, default=1 << 14, help="of the part `ranks`")
+    parser.add_argument("--parameters", type=int, default=1000, help="of the part `ranks`, each of three states")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="ways whose names have TEXT")
     parser.add_argument("--scratch", type=Path, help="where inputs are written, and used again")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all rounds, for programs")
@@ -40,7 +44,10 @@ def main() -> None:
                 rows = job_loads.run(folder, options.rounds, options.layers, options.width, options.only)
                 print(f"{4 * options.layers * options.width**2 / 1e6:.0f} M parameters")
                 print(f"{job_loads.table(rows)}\n", flush=True)
-            results[part] = rows
+                results[part] = rows
+            else:
+                results[part] = job_ranks.run(folder, options.ranks, options.parameters)
+                print(f"{job_ranks.table(results[part])}\n", flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 

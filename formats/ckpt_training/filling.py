@@ -14,8 +14,6 @@ from ckpt_training.local_shards import as_array
 
 _STAGED = 32 << 20
 """The bytes of the buffer through which values go to a device."""
-_JOINED = 128
-"""Ranks whose evidence one rank joins."""
 
 
 @contextmanager
@@ -51,25 +49,27 @@ def _fill_device(reading: Reading, stored: Tensor, target: torch.Tensor) -> None
         target.copy_(memory)
 
 
-def verify_together(reading: Reading, group_size: int = _JOINED) -> tuple[int, tuple[str, ...]]:
+def verify_together(reading: Reading) -> tuple[int, tuple[str, ...]]:
     """Compare the checksums of all that the ranks have read together. Every rank must call it.
 
-    The first of each `group_size` ranks joins the evidence of its group, and rank 0 that of these: so no rank gets the
-    evidence of all.
+    A rank joins the evidence of its children as it arrives, and sends all to its parent: so none gets that of all.
     """
     rank, world = ranks.rank_and_world()
-    first = rank - rank % group_size
-    evidence = reading.evidence()
-    received = ranks.sent_to(first, evidence, range(first + 1, min(first + group_size, world)))
-    with ranks.together():
-        if received and rank:
-            evidence = reading.evidence(received)
-    if rank == first:
-        received += ranks.sent_to(0, evidence, range(group_size, world, group_size))
-    verdict = b""
-    with ranks.together():
+    arriving, failure = map(ranks.received_bytes, ranks.children_of(rank, world)), None
+    verdict = evidence = b""
+    try:
         if rank == 0:
-            verification = reading.verify(received)
+            verification = reading.verify(arriving)
             verdict = json.dumps([verification.seals, verification.unverified]).encode()
+        else:
+            evidence = reading.evidence(arriving)
+    except Exception as error:
+        failure = error
+        for _ in arriving:  # they wait until somebody receives it
+            pass
+        evidence = reading.evidence()
+    if (parent := ranks.parent_of(rank)) is not None:
+        ranks.send_bytes(evidence, parent)
+    ranks.raise_together(failure)
     seals, unverified = json.loads(ranks.broadcast_bytes(verdict))
     return int(seals), tuple(unverified)

@@ -1,6 +1,5 @@
 """Load a checkpoint of any format into a live model and optimizer, whichever engine shards them."""
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -135,7 +134,7 @@ def load(
             groups = GroupOptions(run, named)
             states = StatePlan(run, matching, groups, extras.values)
         unexpected = _unexpected(matching, states)
-        missing = _of_all_ranks([*matching.mismatches.missing, *extras.missing()])
+        missing = ranks.union([*matching.mismatches.missing, *extras.missing()])
         with ranks.together():
             check_fit(matching.mismatches, missing, unexpected, strict, named)
             notices = (*notices, *_notices(states, groups, extras))
@@ -256,16 +255,7 @@ def _unexpected(matching: Matching, states: StatePlan) -> list[str]:
     names = [name for name, one in matching.source.parameters.items() if one.role != "extra"]
     counts = ranks.total([int(name in matching.used) for name in names])
     unused = [name for name, count in zip(names, counts, strict=True) if not count]
-    return [*unused, *_of_all_ranks(states.unused)]
-
-
-def _of_all_ranks(names: Iterable[str]) -> list[str]:
-    """The names of all ranks, each once. Every rank must call it."""
-    own = list(names)
-    if not ranks.total([len(own)])[0]:
-        return []
-    every = (json.loads(data) for data in ranks.gather_bytes(json.dumps(own).encode()))
-    return list(dict.fromkeys(name for one in every for name in one))
+    return [*unused, *ranks.union(states.unused)]
 
 
 def _notices(states: StatePlan, groups: GroupOptions, extras: Extras) -> Iterator[str]:

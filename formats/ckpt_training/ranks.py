@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -89,24 +89,50 @@ def gather_bytes(data: bytes) -> list[bytes]:
     return [_bytes(one, int(size)) for one, size in zip(every, sizes, strict=True)]
 
 
-def sent_to(root: int, data: bytes, senders: Sequence[int]) -> list[bytes]:
-    """Send bytes to one rank: there, those of the senders in their order; on the senders, nothing. No pickle is sent.
+def parent_of(rank: int) -> int | None:
+    """Return the rank to which a rank sends what it has joined; None for rank 0. No rank has more than 14 children of
+    16,384, and no path to rank 0 is longer."""
+    return rank & (rank - 1) if rank else None
 
-    The root and each sender must call it; other ranks need not.
+
+def children_of(rank: int, world: int) -> list[int]:
+    """Return the ranks that send to a rank, ascending: each for all ranks from itself to before the next one."""
+    most = rank & -rank or world
+    return [rank + (1 << n) for n in range(world.bit_length()) if 1 << n < most and rank + (1 << n) < world]
+
+
+def send_bytes(data: bytes, rank: int) -> None:
+    """Send bytes to a rank that receives them (`received_bytes`). No pickle is sent."""
+    distributed.send(torch.tensor([len(data)], device=exchange_device()), rank)
+    if data:
+        distributed.send(_tensor(data), rank)
+
+
+def received_bytes(rank: int) -> bytes:
+    """The bytes that a rank sends to this one."""
+    size = torch.zeros(1, dtype=torch.int64, device=exchange_device())
+    distributed.recv(size, rank)
+    content = torch.empty(int(size), dtype=torch.uint8, device=exchange_device())
+    if int(size):
+        distributed.recv(content, rank)
+    return _bytes(content, int(size))
+
+
+def union(names: Iterable[str]) -> list[str]:
+    """The names of all ranks, each once, in the order of the ranks. Every rank must call it.
+
+    A rank receives the names of others once for each of its children, and at last all of them.
     """
-    rank, device = rank_and_world()[0], exchange_device() if senders else None
-    if rank in senders:
-        distributed.send(torch.tensor([len(data)], device=device), root)
-        if data:
-            distributed.send(_tensor(data), root)
-    every = list[bytes]()
-    for sender in senders if rank == root else ():
-        size = torch.zeros(1, dtype=torch.int64, device=device)
-        distributed.recv(size, sender)
-        content = torch.empty(int(size), dtype=torch.uint8, device=device)
-        if int(size):
-            distributed.recv(content, sender)
-        every.append(_bytes(content, int(size)))
+    own = list(dict.fromkeys(names))
+    rank, world = rank_and_world()
+    if not total([len(own)])[0] or world == 1:
+        return own
+    for child in children_of(rank, world):
+        own += json.loads(received_bytes(child))
+    data = json.dumps(list(dict.fromkeys(own))).encode()
+    if (parent := parent_of(rank)) is not None:
+        send_bytes(data, parent)
+    every: list[str] = json.loads(broadcast_bytes(data))
     return every
 
 

@@ -16,13 +16,13 @@ SCRIPT = Path(__file__).parents[1] / "jobs/filling_jobs/verify.py"
 
 
 def verified(path: Path, out: Path) -> list[dict[str, Any]]:
-    """What each of five ranks, in groups of two, got."""
+    """What each of five ranks got."""
     out.mkdir()
     run_script(SCRIPT, [str(path), str(out)], 1)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(5)]
 
 
-def test_ranks_verify_in_two_levels(tmp_path: Path) -> None:
+def test_ranks_verify_in_a_tree(tmp_path: Path) -> None:
     values = np.random.default_rng(0).standard_normal((1000, 90)).astype(np.float32)
     path = tmp_path / "run.pt"
     torch = pytest.importorskip("torch")

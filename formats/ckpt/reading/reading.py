@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import chain
 from math import prod
 from pathlib import Path
 from queue import SimpleQueue
@@ -117,8 +118,9 @@ class Reading:
 
         Raises as `verify`, but not for damage: whoever verifies the result finds it.
         """
-        every = tuple(others)
-        return (self._joined(every).evidence() if every else self._evidence()).to_bytes()
+        arriving = iter(others)
+        first = next(arriving, None)
+        return (self._evidence() if first is None else self._joined(chain([first], arriving)).evidence()).to_bytes()
 
     def verify(self, others: Iterable[bytes] = (), *, rest: bool = False) -> Verification:
         """Compare what this process and others have read with the checksums that the files promise.
@@ -140,7 +142,7 @@ class Reading:
 
     def _joined(self, others: Iterable[bytes]) -> JoinedEvidence:
         evidence = JoinedEvidence(self._checkpoint, self._covered())
-        for one in (self._evidence(), *map(ReadEvidence.from_bytes, others)):
+        for one in chain([self._evidence()], map(ReadEvidence.from_bytes, others)):  # as they arrive
             evidence.add(one, self._checkpoint.identities)
         return evidence
 

@@ -1,4 +1,4 @@
-"""Five ranks read a fifth of a checkpoint each and verify it together, in groups of two: `verify.py RUN OUT`.
+"""Five ranks read a fifth of a checkpoint each and verify it together: `verify.py RUN OUT`.
 
 Writes what each rank got, or its error, and how many messages it received.
 """
@@ -18,7 +18,7 @@ import ckpt
 from ckpt_training.filling import verify_together
 from engines import ranks
 
-WORLD, GROUP = 5, 2
+WORLD = 5
 
 
 def work(path: Path, out: Path) -> None:
@@ -29,7 +29,7 @@ def work(path: Path, out: Path) -> None:
     with ckpt.Reading(run, resources=ckpt.Resources(workers=1)) as reading:
         reading.fill([(one, np.empty(one.shape, one.dtype)) for one in parts])
         try:
-            seals, unverified = verify_together(reading, GROUP)
+            seals, unverified = verify_together(reading)
             result = {"seals": seals, "unverified": unverified}
         except ckpt.CorruptError as error:
             result = {"error": error.what}
