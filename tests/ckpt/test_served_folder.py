@@ -17,10 +17,11 @@ from ckpt.following import served as served_module
 from ckpt.following.follow import FollowEvent, follow_into
 from ckpt.following.served import RECORD, ServedFolder
 from ckpt.following.source import PublishedSource
-from ckpt_formats.core.errors import CorruptError, LockedError, NotFoundError, OutputError, UnsafeError
+from ckpt_formats.core.errors import CorruptError, LockedError, NoSpaceError, NotFoundError, OutputError, UnsafeError
 from followed_weights import FILES, bytes_of, bytes_of_torch, flip, objects_of, publish, weights_at
 from published import PublishedRun
 from recording_server import recording_server
+from small_disk import mounted, remount
 
 
 @pytest.fixture
@@ -159,6 +160,40 @@ def test_killed_follower_serves_a_whole_step_wherever_it_ended(
     assert calls > 10
 
 
+@pytest.mark.parametrize("released", [False, True])
+def test_folder_before_that_was_half_removed_is_no_obstacle(
+    run: PublishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, released: bool
+) -> None:
+    target, source = tmp_path / "served", PublishedSource(run.run, patience=0.0)
+
+    def remove_half(path: Path) -> None:
+        if path.is_dir() and (path / RECORD).exists():
+            (path / RECORD).unlink()
+            raise _Killed
+
+    def write_half(*arguments: object) -> None:
+        raise _Killed
+
+    with ServedFolder(target, source, 2) as served:
+        for step in range(3, 6):
+            if step > 3:
+                run.publish(step, weights_at(step))
+            head = source.head()
+            assert head is not None
+            if step == 5:
+                if released:
+                    served.release_other()
+                    monkeypatch.setattr(served_module, "write_state", write_half)
+                monkeypatch.setattr(served_module, "_remove", remove_half)
+                with pytest.raises(_Killed):
+                    served.advance(head, head.record)
+            else:
+                served.advance(head, head.record)
+    monkeypatch.undo()
+    assert kinds(follow(run, target)) == ["verified", "serving"]
+    assert served_bytes(target / "current") == bytes_of(weights_at(5))
+
+
 class _no_cleaning:
     def __enter__(self) -> None:
         raise _Killed
@@ -253,6 +288,21 @@ def test_file_of_the_model_that_would_be_taken_for_weights_is_refused(tmp_path: 
     run.publish(1, weights_at(1))
     with pytest.raises(UnsafeError, match="the name of weights"):
         follow(run, tmp_path / "served")
+
+
+def test_full_disk_leaves_what_is_served(run: PublishedRun, tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "1m") as disk:
+        target = disk / "served"
+        follow(run, target)
+        run.publish(4, weights_at(4))
+        with pytest.raises(NoSpaceError, match="the next step needs") as caught:
+            follow(run, target)
+        assert caught.value.where == str(target)
+        assert {one.name for one in target.iterdir()} == {"a", "current", ".lock"}
+        assert served_bytes(target / "current") == bytes_of(weights_at(3))
+        remount(disk, "size=4m")
+        follow(run, target)
+        assert served_bytes(target / "current") == bytes_of(weights_at(4))
 
 
 def test_follower_goes_on_while_the_chain_cannot_be_read(run: PublishedRun, tmp_path: Path) -> None:
