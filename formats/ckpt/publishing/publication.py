@@ -105,6 +105,8 @@ class Publication:
         """The keys of objects that this process has removed."""
         self.first: StepName | None = None
         """The first step that stays, if steps were removed: the head names no fold that begins before it."""
+        self.cleaned: float | None = None
+        """When this process last looked for what is no longer needed, by `time.monotonic`."""
         self._version: Version | None = None
         self._start: RunStart | None = None
         self._epochs = 0

@@ -5,6 +5,7 @@ steps that stay are counted from the last step that was published at least ten m
 """
 
 import re
+import time
 from typing import Annotated
 
 from ckpt.publishing.publication import Publication
@@ -18,6 +19,8 @@ from ckpt_formats.universal.published.records import (
 
 KeepSteps = Annotated[str, Admits("last:N", re.compile(r"last:[1-9][0-9]{0,8}").fullmatch)]
 """How many steps stay, as a text."""
+_EVERY = 0.1
+"""From one look at all objects to the next, as a share of the grace."""
 _AT_ONCE = 16
 """Records that are read at once to find a base."""
 GRACE_SECONDS = 600.0
@@ -28,9 +31,13 @@ def remove_unneeded(publication: Publication, keep: KeepSteps, grace: float = GR
     """Remove the records, folds and objects that the last steps do not need; returns how many objects of any kind.
 
     Every step that stays can be reached from a base that stays. Objects of steps that were never published are removed,
-    too. `grace`: seconds for which followers may still read what is no longer needed. Raises `OSError`,
-    `LockedError`.
+    too. The chain is listed once a minute at most, so this may be called after each step. `grace`: seconds for which
+    followers may still read what is no longer needed. Raises `OSError`, `LockedError`.
     """
+    now = time.monotonic()
+    if publication.cleaned is not None and now - publication.cleaned < _EVERY * grace:
+        return 0
+    publication.cleaned = now
     place = publication.place.within(FOLDER)
     entries = place.list()
     latest = max((one.modified for one in entries.values()), default=0.0)
