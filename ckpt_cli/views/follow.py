@@ -44,7 +44,7 @@ def follow(chain: str, target: Path, options: FollowOptions, resources: Resource
         last = event
         if as_json:
             print_event(_to_json(event))
-        else:
+        elif event.kind != "waiting" or event.step is None:
             say(_text(event))
 
     with stopped_by_signals() as stop:
@@ -92,7 +92,7 @@ def _text(event: FollowEvent) -> str:
         "discarded": f"what was served is damaged, and is served no longer: {error}",
         "notified": "the URL has answered" if event.error is None else f"the URL has no answer: {error}",
         "executed": f"the command has ended with exit code {event.exit_code}",
-        "waiting": f"waiting for the {'first' if event.step is None else 'next'} step",
+        "waiting": "waiting for the first step",
         "failed": f"the chain cannot be read now: {error}",
     }
     return bounded(texts.get(event.kind, event.kind))
