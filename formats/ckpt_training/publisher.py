@@ -32,7 +32,7 @@ from ckpt_formats.universal.published.records import ObjectRef
 from ckpt_training import ranks
 from ckpt_training.engines import megatron
 from ckpt_training.engines.registry import check_initialized, tracked_run
-from ckpt_training.engines.run import TrackedRun, clean_name, renamed
+from ckpt_training.engines.run import TrackedRun, clean_name, renamed, reshard
 from ckpt_training.published_weights import Names, agree_on_weights
 from ckpt_training.run_steps import RunSteps
 from ckpt_training.save_plan import SavedShard
@@ -238,6 +238,7 @@ class Publisher:
             raise InvalidArgumentError("the Publisher is closed", where=self._chain)
         if isinstance(step, bool) or not isinstance(step, int) or step <= self.step:
             raise InvalidArgumentError(f"step {step!r:.40} is not a number after {self.step}, the last step")
+        reshard(self._run.model)
         self._offer(step)
 
     def wait_copied(self) -> None:
@@ -275,6 +276,7 @@ class Publisher:
                 mode = None if self._next is None else self._next[1]
             modes = {json.loads(one) for one in ranks.gather_bytes(json.dumps(mode).encode())}
             self._attempts += 1
+            reshard(self._run.model)
             agreed: Mode = modes.pop() if len(modes) == 1 and None not in modes else "start"
             self._take(BeginPublish(self.step, self._occasion, agreed, attempt=self._attempts))
         assert self.published is not None

@@ -206,7 +206,7 @@ def plain_run(
     Raises `InvalidArgumentError` if the optimizer is not that of the model, `UnsupportedError` as `Recorder`.
     """
     model = unwrap(model)
-    _reshard(model)
+    reshard(model)
     names, aliases = names_of(model)
     tensors: list[TrackedTensor] = []
     group_names = []
@@ -234,7 +234,7 @@ def plain_run(
     return TrackedRun(model, tuple(optimizers), tuple(tensors), tuple(group_names), aliases)
 
 
-def _reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Let modules of FSDP2 have their shards: after an evaluation, the outermost one still has full parameters."""
     for module in modules_of_fsdp2(model):
         module.reshard()

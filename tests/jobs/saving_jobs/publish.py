@@ -69,6 +69,8 @@ def publish(kind: Kind, out: Path, where: str) -> None:
             note(kind, run, out, publisher.step)
             os.kill(publisher.writer_pid or 0, signal.SIGCONT)
         log["skipped"] = publisher.skipped
+        if kind.engine == "fsdp2":
+            run.evaluate()  # after which the outermost module has full parameters
         log["last"] = publisher.wait(timeout=100.0).step, publisher.step - last
     (out / f"log-{rank}.json").write_text(json.dumps(log))
 
