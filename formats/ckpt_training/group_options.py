@@ -1,7 +1,8 @@
 """The options of an optimizer's parameter groups, which a load gives back: learning rates, betas and others."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.core.fingerprint import fingerprint
+from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Value
 from ckpt_training.engines.run import TrackedRun
 from ckpt_training.plain_values import PlainValues
@@ -19,6 +21,46 @@ OF_THE_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
 _PLAIN = (int, float, bool, str, type(None))
+
+
+@dataclass(frozen=True, eq=False)
+class StoredOptions:
+    """The options of a checkpoint's parameter groups, by the parameters."""
+
+    source: Checkpoint
+
+    def of(self, name: str) -> Mapping[str, Value]:
+        """The options of the group of a parameter; empty if no group has it."""
+        number = self._groups.get(self.source.aliases.get(name, name))
+        return {} if number is None else self.source.groups[number].options
+
+    def of_group(self, number: int, names: Sequence[str], options: Collection[str] | None = None) -> dict[str, Value]:
+        """The options of parameters that are one group of the run; empty if no group of the checkpoint has them.
+
+        Args:
+            number: The number of the group in the run, for messages.
+            names: The parameters.
+            options: Those that are needed; None: all.
+
+        Raises `InvalidArgumentError` if the parameters had different ones.
+        """
+        numbers = {self._groups.get(self.source.aliases.get(name, name)) for name in names} - {None}
+        stored = [self.source.groups[one].options for one in sorted(numbers)]  # type: ignore[type-var,index]
+        wanted = dict.fromkeys(name for one in stored for name in one) if options is None else options
+        for option in wanted:
+            if len({(option in one, fingerprint(one.get(option))) for one in stored}) > 1:
+                raise InvalidArgumentError(
+                    f"parameter group {number} has parameters with different `{printable(option)}` in the checkpoint, "
+                    f"such as `{printable(names[0])}`",
+                    where=self.source.path,
+                    hint="Build the optimizer with the groups that the checkpoint has.",
+                )
+        return dict(stored[0]) if stored else {}
+
+    @cached_property
+    def _groups(self) -> dict[str, int]:
+        """The number of the group of each parameter."""
+        return {name: number for number, group in enumerate(self.source.groups) for name in group.names}
 
 
 @dataclass(eq=False)
@@ -32,20 +74,11 @@ class GroupOptions:
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgumentError` if the parameters of a group had different options."""
-        by_name = {name: number for number, group in enumerate(self.source.groups) for name in group.names}
-        values = PlainValues(self.source)
+        stored, values = StoredOptions(self.source), PlainValues(self.source)
         for number, groups in enumerate(self.run.group_names):
             for at, names in enumerate(groups):
-                stored = {by_name[one] for name in names if (one := self.source.aliases.get(name, name)) in by_name}
-                options = [dict(self.source.groups[one].options) for one in sorted(stored)]
-                if any(fingerprint(one) != fingerprint(options[0]) for one in options[1:]):
-                    raise InvalidArgumentError(
-                        f"a parameter group of the run has parameters with different options, such as `{names[0]}`",
-                        where=self.source.path,
-                        hint="Build the optimizer with the groups that the checkpoint has.",
-                    )
-                if options:
-                    own = {name: value for name, value in options[0].items() if name not in OF_THE_RUN}
+                if options := stored.of_group(at, names):
+                    own = {name: value for name, value in options.items() if name not in OF_THE_RUN}
                     self._planned[number, at] = values.of(own)
 
     def unstated(self) -> list[str]:

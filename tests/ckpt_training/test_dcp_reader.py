@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckpt
+import ckpt_training
 from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,
@@ -160,6 +161,8 @@ def test_group_options_are_those_of_the_parameters(saved: tuple[Path, Run]) -> N
     one_group = torch.optim.AdamW(run.model.parameters(), 1.0)
     with pytest.raises(InvalidArgumentError, match="parameters with different `lr` in the checkpoint"):
         load({"optim": get_optimizer_state_dict(run.model, one_group)}, CkptReader(saved[0]))
+    with pytest.raises(InvalidArgumentError, match="parameters with different `weight_decay` in the checkpoint"):
+        ckpt_training.load(saved[0], run.model, one_group)
 
 
 def test_missing_keys_are_listed_before_a_value_changes(weights: Path) -> None:

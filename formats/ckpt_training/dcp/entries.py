@@ -9,7 +9,7 @@ DCP joins the path of a value by dots. Trainers use different paths for the same
     lr_scheduler.last_epoch                        an extra, or a value in one
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +26,7 @@ from ckpt_formats.core.values import Value
 from ckpt_formats.engines.dcp.nesting import flattened
 from ckpt_formats.state_dicts.extras import tensors_for_names
 from ckpt_formats.state_dicts.record import KEY
+from ckpt_training.group_options import StoredOptions
 
 PARAMS = "params"
 """The option of a parameter group that lists its parameters."""
@@ -94,16 +95,16 @@ class StoredEntries:
         if isinstance(entry, ExtraValue):
             return self.extras[entry.name]
         if isinstance(entry.group, str):
-            return self.options_of(entry.group).get(entry.option)
+            return self.options.of(entry.group).get(entry.option)
         group = self.source.groups[entry.group] if entry.group < len(self.source.groups) else None
         if group is None:
             return None
         return list(group.names) if entry.option == PARAMS else group.options.get(entry.option)
 
-    def options_of(self, name: str) -> Mapping[str, Value]:
-        """The options of the group of a parameter; empty if no group has it."""
-        number = self._groups.get(self.source.aliases.get(name, name))
-        return {} if number is None else self.source.groups[number].options
+    @cached_property
+    def options(self) -> StoredOptions:
+        """The options of the checkpoint's groups."""
+        return StoredOptions(self.source)
 
     @cached_property
     def extras(self) -> dict[str, Value]:
@@ -117,11 +118,6 @@ class StoredEntries:
                 own = {key: tensors_for_names(value, self.source.parameters)} if key != KEY else {}
                 leaves = {name: leaf for name, _, leaf in flattened(own)} | leaves
         return leaves
-
-    @cached_property
-    def _groups(self) -> dict[str, int]:
-        """The number of the group of each parameter."""
-        return {name: number for number, group in enumerate(self.source.groups) for name in group.names}
 
     def _meanings(self, key: str) -> Iterator[Entry]:
         for start in (0, *(at + 1 for at, character in enumerate(key) if character == ".")):
@@ -153,7 +149,7 @@ class StoredEntries:
         if number.isascii() and number.isdigit() and len(number) < 10 and self.source.groups:
             yield GroupOption(int(number), option, prefix)
         for name, option in _splits(rest):
-            if self._parameter(name) is not None and self.options_of(name):
+            if self._parameter(name) is not None and self.options.of(name):
                 yield GroupOption(name, option, prefix)
 
     def _state(self, parameter: Parameter, state: str) -> Tensor | Value:

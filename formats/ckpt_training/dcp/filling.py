@@ -172,20 +172,12 @@ class StateDictLoad:
     def _options(self, entry: GroupOption, entries: StoredEntries) -> Mapping[str, Value]:
         """The stored options for a group of the state dict: by its parameters, if the planner shows them."""
         if isinstance(entry.group, str):
-            return entries.options_of(entry.group)
+            return entries.options.of(entry.group)
         names = self._current(f"{entry.prefix}param_groups.{entry.group}.{PARAMS}")
         groups = entries.source.groups
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             return groups[entry.group].options if entry.group < len(groups) else {}
-        stored = [options for name in names if (options := entries.options_of(name))]
-        if any(options.get(entry.option) != stored[0].get(entry.option) for options in stored):
-            raise InvalidArgumentError(
-                f"parameter group {entry.group} has parameters with different `{entry.option}` in the checkpoint, "
-                f"such as `{printable(names[0])}`",
-                where=entries.source.path,
-                hint="Build the optimizer with the groups that the checkpoint has.",
-            )
-        return stored[0] if stored else {}
+        return entries.options.of_group(entry.group, names, (entry.option,))
 
 
 def _encoded(item: ReadItem, value: Any) -> io.BytesIO:
