@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt.chains.published import PublishedStep, read_steps
 from ckpt.chains.segments import SegmentView, open_segments, steps_nbytes
 from ckpt_cli.progress import doing
 from ckpt_cli.views import columns
@@ -16,6 +15,7 @@ from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.text import PARTIAL, format_nbytes, printable
 from ckpt_formats.universal.chain import file as index
 from ckpt_formats.universal.chain.file import ChainIndex, Member
+from ckpt_formats.universal.published.steps import PublishedStep, read_steps
 
 if TYPE_CHECKING:
     from ckpt_formats.universal.gradients.layout import LoggedOptimizer

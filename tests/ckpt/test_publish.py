@@ -22,7 +22,7 @@ from ckpt_formats.core.tensor import read
 from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal.published.records import StepName
 from ckpt_formats.universal.published.route import find_route, ref_of
-from ckpt_formats.universal.published.state import find_step, read_head, read_model, read_record_at
+from ckpt_formats.universal.published.steps import find_step, read_head, read_model, read_record_at
 from damage import SAMPLES, ckpt
 from object_stores import BUCKET, StoreServer, killing
 from published_ranks import Ranks, model, publish, weights_at

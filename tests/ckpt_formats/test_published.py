@@ -23,7 +23,7 @@ from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.published.records import HEAD, Head, StepName, StepRecord
 from ckpt_formats.universal.published.route import find_route
-from ckpt_formats.universal.published.state import read_head
+from ckpt_formats.universal.published.steps import read_head
 from damage import SAMPLES
 from page_codecs import decode_delta
 from published import PublishedRun, Weights

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from ckpt.findings import checks
 from ckpt.findings.not_finite import NotFinite, find_not_finite
@@ -24,35 +23,8 @@ from ckpt_formats.universal.published.records import (
     StepRecord,
     parse_fold_name,
 )
-from ckpt_formats.universal.published.state import open_step, published_steps, read_file, read_head, read_record_at
-
-
-@dataclass(frozen=True)
-class PublishedStep:
-    """A published step, as its record states it."""
-
-    epoch: int
-    step: int
-    kind: Literal["base", "delta"]
-    stored_nbytes: int
-    """The bytes of the objects of all ranks."""
-    ranks: int
-    time: str
-    """When it was published: UTC, ISO 8601."""
-
-    __repr__ = short_repr
-
-
-def read_steps(run: Path) -> list[PublishedStep]:
-    """All published steps, in the order of their numbers. Raises `CorruptError` for a damaged record."""
-    head = read_head(run)
-    names = {} if head is None else published_steps(run, head)
-    steps = []
-    for number in sorted(names):
-        record = read_record_at(run, names[number])[0]
-        kind: Literal["base", "delta"] = "base" if record.is_base else "delta"
-        steps.append(PublishedStep(record.name.epoch, number, kind, record.nbytes, len(record.shares), record.time))
-    return steps
+from ckpt_formats.universal.published.state import open_step
+from ckpt_formats.universal.published.steps import published_steps, read_file, read_head
 
 
 @dataclass(frozen=True)

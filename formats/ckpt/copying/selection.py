@@ -29,7 +29,7 @@ from ckpt_formats.universal.chain.folder import LOCK
 from ckpt_formats.universal.chain.members import open_members
 from ckpt_formats.universal.chain.states import open_steps
 from ckpt_formats.universal.published.records import FOLDER, HEAD, MAX_HEAD, OBJECT_KEY, Head
-from ckpt_formats.universal.published.state import read_file
+from ckpt_formats.universal.published.steps import read_file
 from ckpt_formats.universal.stored import StoredSeals
 
 _POINTERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")

@@ -11,7 +11,7 @@ from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.gradients.segment import Segment, open_segment
 from ckpt_formats.universal.gradients.state import Base, checkpoint_at
 from ckpt_formats.universal.published.records import Head
-from ckpt_formats.universal.published.state import find_step, open_step, published_steps, read_head
+from ckpt_formats.universal.published.steps import find_step, published_steps, read_head
 
 
 def last_step(run: Path, chain: ChainIndex) -> int:
@@ -65,6 +65,8 @@ def open_steps(run: Path, logged: LoggedSteps, check: bool = False) -> Segment:
 def open_state(run: Path, chain: ChainIndex, step: int) -> Checkpoint:
     """The state at a step. Raises `NotFoundError`, and its hint names the steps of the chain."""
     if chain.is_published:
+        from ckpt_formats.universal.published.state import open_step  # most chains are not
+
         head = _head(run)
         name = find_step(run, head, step)
         if name is None:

@@ -12,75 +12,28 @@ from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Origin, Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.claims import MAX_SMALL_JSON
 from ckpt_formats.core.dtypes import DType
-from ckpt_formats.core.errors import CorruptError, NotFoundError
-from ckpt_formats.core.files import Reader, Seal, read_whole
-from ckpt_formats.core.folders import CONFIG, names_in
+from ckpt_formats.core.errors import CorruptError
+from ckpt_formats.core.files import Reader, Seal
+from ckpt_formats.core.folders import CONFIG
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes
-from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.tensor import Array, FileBlob, Fragment, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.universal.boxes.whole import part_of_vector
 from ckpt_formats.universal.chunked import read_chunks
-from ckpt_formats.universal.published.model import MAX_FILE, MAX_MODEL, PublishedModel, PublishedTensor, TensorPiece
+from ckpt_formats.universal.published.model import MAX_FILE, PublishedModel, PublishedTensor, TensorPiece
 from ckpt_formats.universal.published.records import (
-    FOLDER,
-    HEAD,
-    MAX_HEAD,
     MAX_RECORD,
     Head,
-    ObjectRef,
     RankShare,
     StepName,
-    StepRecord,
-    object_key,
-    parse_name,
 )
 from ckpt_formats.universal.published.route import find_route, ref_of
 from ckpt_formats.universal.published.share import ShareHeader, decode_chunk, digest_of, header_nbytes
+from ckpt_formats.universal.published.steps import HINT, read_file, read_model, read_object, read_record_at
 from ckpt_formats.universal.replay import DeltaBlob, Place
 
 _STATE = "param"
-_HINT = "The chain was damaged after it was written: restore it from a copy. `ckpt verify` lists all damage."
-
-
-def read_head(run: Path) -> Head | None:
-    """The head of a published chain; None if no step is published yet."""
-    with unrecorded():  # a run replaces it with each step
-        data = read_file(run / HEAD, MAX_HEAD)
-    return None if data is None else Head.from_bytes(data, run / HEAD)
-
-
-def published_steps(run: Path, head: Head) -> dict[int, StepName]:
-    """All steps that are published, by number: of several epochs with the same step, the last epoch.
-
-    A web server that lists no folders shows the last step only.
-    """
-    names = (parse_name(name.removesuffix(".json")) for name in names_in(run / FOLDER / "steps"))
-    there = {name for name in names if name is not None and name <= head.record.name}
-    return {name.step: name for name in sorted(there | {head.record.name})}
-
-
-def find_step(run: Path, head: Head, step: int) -> StepName | None:
-    """A published step by its number: of several epochs with it, the last epoch; None if there is none."""
-    last = head.record.name
-    name = StepName(last.epoch, step)
-    if name == last or (name < last and (run / name.key).is_file()):  # without a listing
-        return name
-    return published_steps(run, head).get(step)
-
-
-def read_record_at(run: Path, name: StepName) -> tuple[StepRecord, bytes]:
-    """The record of a step, and its bytes. Raises `NotFoundError`, `CorruptError`."""
-    data = read_file(run / name.key, MAX_RECORD)
-    if data is None:
-        raise NotFoundError(f"step {name.step} is not published", where=run / name.key)
-    return StepRecord.from_bytes(data, run / name.key), data
-
-
-def read_model(run: Path, ref: ObjectRef) -> PublishedModel:
-    """The model of a step. Raises `CorruptError`."""
-    return PublishedModel.from_bytes(_read_object(run, ref, MAX_MODEL), run / ref.key)
 
 
 def open_step(run: Path, head: Head, name: StepName) -> Checkpoint:
@@ -91,11 +44,11 @@ def open_step(run: Path, head: Head, name: StepName) -> Checkpoint:
     ref = head.record if name == head.record.name else ref_of(name, read_record_at(run, name)[1])
     route = find_route(head, None, lambda key: read_file(run / key, MAX_RECORD), run, ref)
     if not route.begins_with_base:
-        raise CorruptError(f"step {name.step} does not lead back to a base", where=run / name.key, hint=_HINT)
+        raise CorruptError(f"step {name.step} does not lead back to a base", where=run / name.key, hint=HINT)
     model = read_model(run, route.end.model)
     for record in route.records:
         if record.model != route.end.model or len(record.shares) != len(model.pieces):
-            raise CorruptError("deltas between two models", where=run / record.key, hint=_HINT)
+            raise CorruptError("deltas between two models", where=run / record.key, hint=HINT)
     objects = [
         [_StoredShare(run / one.object.key, one, rank, model) for rank, one in enumerate(record.shares)]
         for record in route.records
@@ -148,7 +101,7 @@ class _StoredShare:
         decode_chunk(data.data, before, out, self.path)
         digests = reader.cached_or((self, "digests"), lambda: self._read_digests(reader))
         if digest_of(out) != digests[16 * chunk : 16 * chunk + 16].tobytes():
-            raise CorruptError(f"{label}: the values of a chunk do not fit their checksum", where=self.path, hint=_HINT)
+            raise CorruptError(f"{label}: the values of a chunk do not fit their checksum", where=self.path, hint=HINT)
 
     @property
     def seal(self) -> Seal:
@@ -243,7 +196,7 @@ def _extras(run: Path, model: PublishedModel, parameters: dict[str, Parameter]) 
     for name, ref in model.files.items():
         key, path = f"hf/{name}", run / ref.key
         if name == CONFIG or (name.endswith(".json") and ref.nbytes <= MAX_SMALL_JSON):
-            data = _read_object(run, ref, MAX_FILE)
+            data = read_object(run, ref, MAX_FILE)
             try:
                 yield key, parse_json_object(data, path)
                 continue
@@ -257,19 +210,3 @@ def _extras(run: Path, model: PublishedModel, parameters: dict[str, Parameter]) 
             blob = FileBlob.packed(path, 0, (ref.nbytes,), np.dtype(np.uint8), seal)
             parameters[key] = Parameter(key, "extra", {MODEL: Tensor.of(blob)})
             yield key, TensorName(key)
-
-
-def _read_object(run: Path, ref: ObjectRef, max_nbytes: int) -> bytes:
-    data = read_file(run / object_key(ref.hash), max_nbytes)
-    if data is None:
-        raise CorruptError("the object is missing", where=run / ref.key, hint=_HINT)
-    ref.check(data, str(run / ref.key))
-    return data
-
-
-def read_file(path: Path, max_nbytes: int) -> bytes | None:
-    """All bytes of a file of a published chain; None if it does not exist. Raises `UnsafeError` if it is too large."""
-    try:
-        return read_whole(path, max_nbytes)
-    except NotFoundError:
-        return None
