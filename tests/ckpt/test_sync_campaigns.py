@@ -1,6 +1,5 @@
 """Samples of `run.py sync_damage`, `sync_kills` and `sync_steps` in tests/campaigns."""
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,8 +24,7 @@ def test_damaged_chains_give_the_right_weights_or_an_error(tmp_path: Path) -> No
 def test_kills_of_publishers_and_followers_show_only_states_of_the_trainer(tmp_path: Path) -> None:
     report = run(sync_kills.rounds(tmp_path, 5), 5 * TIMES)
     assert not report.failures
-    killed = Counter(what.partition(": ")[0] for what in report.seen.elements() if ": killed" in what)
-    assert killed.keys() == {"publisher, folder", "follower, folder", "publisher, store", "all, random"}
+    assert sum(number for what, number in report.seen.items() if ": killed" in what) >= 2 * TIMES
 
 
 @pytest.mark.slow
