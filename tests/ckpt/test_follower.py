@@ -119,6 +119,20 @@ def test_changes_are_whole_again_after_an_iteration_that_was_not_confirmed(run: 
         assert is_at(follower, run, 3)
 
 
+def test_changes_are_whole_for_a_caller_that_did_not_get_the_step_before(run: PublishedRun) -> None:
+    arrays = {name: np.zeros_like(values) for name, values in weights_at(1).items()}
+    with follower_of(run) as follower:
+        list(follower.iter_changes(1))
+        follower.confirm()
+        follower.apply_to(arrays, 2)
+        assert all(one.is_whole for one in follower.iter_changes(3))
+        follower.confirm()
+        arrays["head.weight"][0, 0] = 7
+        run.publish(4, weights_at(4))
+        follower.apply_to(arrays)  # these do not have step 3
+        assert bytes_of(arrays) == bytes_of(weights_at(4))
+
+
 def test_tensors_of_the_caller_are_brought_forward_in_place(run: PublishedRun) -> None:
     torch = pytest.importorskip("torch")
     arrays = {name: np.zeros_like(values) for name, values in weights_at(1).items()}

@@ -81,10 +81,13 @@ class Follower:
         self._model_ref: ObjectRef | None = None
         self._state: State = ()
         self._next: _NextState | None = None
-        self._applied: tuple[RecordRef, ...] = ()
-        """The state that the caller has; two: it has applied some of the changes from the first to the second; none: it
-        is not known."""
-        self._addresses: tuple[int, ...] | None = None
+        self._confirmed: tuple[RecordRef, ...] = ()
+        """The state of whoever writes the changes of `iter_changes`; two: some of the changes from the first to the
+        second are written; none: it is not known."""
+        self._written: RecordRef | None = None
+        """The state of the tensors of the last `apply_to`; None: it is not known."""
+        self._addresses: tuple[int, ...] = ()
+        """Where these tensors lie."""
 
     def __enter__(self) -> "Follower":
         return self
@@ -169,13 +172,15 @@ class Follower:
         whole. Raises as `update`.
         """
         following = self._fetch(step)
-        if whole or not self._caller_can_apply(following):
+        current = None if self._step is None else self._step.ref
+        # An iteration to the same step may have been left half-way.
+        can_apply = self._confirmed in ((current,), (current, following.step.ref))
+        if whole or current is None or following.base != current or not can_apply:
             self._hold(following)
-            self._applied, self._addresses = (), None
+            self._confirmed = ()
             yield from whole_tensors(following.model, self._state)
         else:
-            assert self._step is not None
-            self._applied = (self._step.ref, following.step.ref)
+            self._confirmed = (current, following.step.ref)
             yield from changed_tensors(following.model, following.changes)
 
     @checked
@@ -194,7 +199,7 @@ class Follower:
             )
         if self._next is not None:
             self._hold(self._next)
-        self._applied = (step_now.ref,)
+        self._confirmed = (step_now.ref,)
         return step_now
 
     def apply_to(self, tensors: Mapping[str, Any], step: int | FollowedStep | None = None) -> FollowedStep:
@@ -217,10 +222,11 @@ class Follower:
         following = self._fetch(step, head)
         copies, addresses = _by_copy(memory), tuple(values.ctypes.data for _, values in memory)
         changes = [(one, copy) for copy in copies for one in following.changes if one.chunk.tensor in copy]
-        has_last = addresses == self._addresses and self._caller_can_apply(following)
+        current = None if self._step is None else self._step.ref
+        has_last = addresses == self._addresses and current is not None and self._written == following.base == current
         with ThreadPoolExecutor(self._threads, "ckpt-apply") as pool:
             has_last = has_last and all(pool.map(lambda pair: pair[0].is_equal(pair[1], self._state), changes))
-            self._applied, self._addresses = (), addresses
+            self._written, self._addresses = None, addresses
             self._hold(following)
             if has_last:
                 pending = [pool.submit(change.put, copy) for change, copy in changes]
@@ -228,7 +234,7 @@ class Follower:
                 pending = [pool.submit(np.copyto, values, self._state[number]) for number, values in memory]
             for one in pending:
                 one.result()
-        self._applied = (following.step.ref,)
+        self._written = following.step.ref
         return following.step
 
     def close(self) -> None:
@@ -305,13 +311,6 @@ class Follower:
             following.model_ref,
             None,
         )
-
-    def _caller_can_apply(self, following: _NextState) -> bool:
-        """Whether the changes lead from what the caller has to the step."""
-        current = None if self._step is None else self._step.ref
-        if current is None or following.base != current:
-            return False
-        return self._applied in ((current,), (current, following.step.ref))
 
     def _known_epoch(self) -> int | None:
         newest = self._source.newest
