@@ -31,7 +31,7 @@ SHARES = {1: 0.0, 2: 0.01, 3: 0.01, 4: 0.002, 5: 0.3, 6: 0.02}
 
 def weights_at(step: int, other: bool = False) -> Weights:
     random = np.random.default_rng(7)
-    weight = random.normal(0, 0.02, (96, 64)).astype(ml_dtypes.bfloat16)
+    weight = random.normal(0, 0.02, (384, 256)).astype(ml_dtypes.bfloat16)
     half = random.normal(0, 1, 4099).astype(np.float16)
     norm = np.ones(64, np.float32)
     for one in range(2, step + 1):
