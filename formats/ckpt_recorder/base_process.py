@@ -11,10 +11,7 @@ any other one is dropped. It does not need torch, unless torch's own optimizer m
 
 import os
 import shutil
-import signal
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -28,9 +25,8 @@ from ckpt_formats.universal.gradients.segment import open_layout
 from ckpt_recorder.base_folding import fold
 from ckpt_recorder.base_pieces import BaseSettings, PiecesFile, folder_name
 from ckpt_recorder.orders import BASE_ORDERS, BaseOrder, BeginBase, FinishBase, WritePiece
-from ckpt_training.writing.orders import End, decode_order
 from ckpt_training.writing.ring import Ring
-from ckpt_training.writing.trainer_messages import IDLE_SECONDS, MessagesEnd, TrainerMessages, reason_of
+from ckpt_training.writing.trainer_messages import OrderWriter, execute_orders, reason_of
 
 _ORPHAN_SECONDS = 10.0
 """How long to wait for the pieces of other ranks after the trainer has ended."""
@@ -53,7 +49,7 @@ def piece_values(
     return {name: parts[at * len(chunks) : (at + 1) * len(chunks)] for at, name in enumerate(names)}
 
 
-class BaseWriter:
+class BaseWriter(OrderWriter):
     """Executes orders. After a failure it only frees slots, until the next base begins."""
 
     def __init__(self, settings: BaseSettings, ring: Ring, status: int, trainer: int) -> None:
@@ -68,7 +64,7 @@ class BaseWriter:
         os.nice(_NICE)  # after its start
         self._send("ready")
 
-    def do(self, order: BaseOrder) -> None:
+    def do(self, order: BaseOrder, data: bytes) -> None:
         """Execute an order."""
         try:
             if isinstance(order, BeginBase):
@@ -81,19 +77,19 @@ class BaseWriter:
                 self._file.add(order.step, order.chunks, values)
         except Exception as error:
             self._failure = self._failure or (error.what if isinstance(error, CkptError) else reason_of(error))
-            self._close()
+            self._close_file()
         if isinstance(order, WritePiece):
             self._send("free")
         if isinstance(order, FinishBase):
             self._send(f"stored {order.step}" if self._failure is None else f"failed {self._failure}")
 
-    def drop(self) -> None:
+    def close(self) -> None:
         """Give up the base that is not complete, if there is one."""
-        self._close()
+        self._close_file()
         self._remove()
 
     def _begin(self, step: int) -> None:
-        self.drop()
+        self.close()
         self._failure = None
         self._folder = self._run / folder_name(step, self._layout.run)
         self._file = PiecesFile(self._folder, self._heads[self._settings.rank])
@@ -107,13 +103,13 @@ class BaseWriter:
         try:
             fold(self._run, self._settings.segment, self._folder, step, self._seconds, _RESOURCES)
         finally:
-            self.drop()
+            self.close()
 
     def _seconds(self) -> float:
         """How long to wait for the pieces of other ranks."""
         return self._settings.seconds if os.getppid() == self._trainer else _ORPHAN_SECONDS
 
-    def _close(self) -> None:
+    def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
         self._file = None
@@ -124,37 +120,9 @@ class BaseWriter:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._folder = None
 
-    def _send(self, line: str) -> None:
-        with suppress(BrokenPipeError):  # the trainer has ended
-            os.write(self._status, line.encode() + b"\n")
-
-
-def write_bases(orders: TrainerMessages, ring_file: int, status: int, trainer: int) -> None:
-    """Execute all orders until they end."""
-    writer: BaseWriter | None = None
-    try:
-        while (first := orders.next(IDLE_SECONDS)) is None:
-            pass
-        settings = BaseSettings(**first[0])
-        writer = BaseWriter(settings, Ring(settings.slot_nbytes, settings.slots, ring_file), status, trainer)
-        while True:
-            message = orders.next(IDLE_SECONDS)
-            if message is not None:
-                order = decode_order(message[0], BASE_ORDERS)
-                if isinstance(order, End):
-                    break
-                writer.do(order)
-    except MessagesEnd:
-        pass
-    if writer is not None:
-        writer.drop()
-
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # as the writer of the log does
-    ring_file, status, trainer = map(int, sys.argv[1:4])
-    write_bases(TrainerMessages(sys.stdin.fileno(), trainer), ring_file, status, trainer)
+    execute_orders(BaseSettings, BASE_ORDERS, BaseWriter)
 
 
 if __name__ == "__main__":

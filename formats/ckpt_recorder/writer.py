@@ -9,11 +9,8 @@ It sends lines to the trainer: `ready`, `free` for each slot that may be used ag
 """
 
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +44,8 @@ from ckpt_recorder.orders import (
     WriteValues,
 )
 from ckpt_recorder.record_file import RecordFile
-from ckpt_training.writing.orders import End, decode_order
 from ckpt_training.writing.ring import Ring
-from ckpt_training.writing.trainer_messages import IDLE_SECONDS, MessagesEnd, TrainerMessages, reason_of
+from ckpt_training.writing.trainer_messages import OrderWriter, execute_orders, reason_of
 
 _MAX_DELTAS = 31
 """The maximum number of differences after a record of full values: a restore decodes all of them."""
@@ -160,10 +156,11 @@ class ValueEncoder:
         return (meta | {"tensors": order.tensors} if order.tensors else meta), chunks, hashes
 
 
-class LogWriter:
+class LogWriter(OrderWriter):
     """Executes orders. After a failure it only frees slots."""
 
-    def __init__(self, settings: WriterSettings, ring: Ring, status: int) -> None:
+    def __init__(self, settings: WriterSettings, ring: Ring, status: int, trainer: int) -> None:
+        """`status`: the descriptor for messages. `trainer`: the id of its process."""
         self._settings, self._ring, self._status = settings, ring, status
         self._file: LogFile | None = None
         self._encoder: Encoder | None = None
@@ -188,9 +185,9 @@ class LogWriter:
     def idle(self) -> None:
         """Flush if it is due. Called after some time without an order."""
         if time.monotonic() - self._flushed_at >= self._settings.flush_seconds:
-            self.flush()
+            self.close()
 
-    def flush(self) -> None:
+    def close(self) -> None:
         """Flush all written records to the disk."""
         self._report_errors(self._flush)
 
@@ -230,34 +227,6 @@ class LogWriter:
             self._file = None
             self._send(f"broken {reason_of(error)}")
 
-    def _send(self, line: str) -> None:
-        with suppress(BrokenPipeError):  # the trainer has ended: its orders are still written
-            os.write(self._status, line.encode() + b"\n")
-
-
-def write_log(orders: TrainerMessages, ring_file: int, status: int) -> None:
-    """Execute all orders until they end."""
-    try:
-        while (first := orders.next(IDLE_SECONDS)) is None:
-            pass
-        settings = WriterSettings(**first[0])
-        writer = LogWriter(settings, Ring(settings.slot_nbytes, settings.slots, ring_file), status)
-    except MessagesEnd:
-        return
-    try:
-        while True:
-            message = orders.next(IDLE_SECONDS)
-            if message is None:
-                writer.idle()
-                continue
-            order = decode_order(message[0], LOG_ORDERS)
-            if isinstance(order, End):
-                break
-            writer.do(order, message[1])
-    except MessagesEnd:
-        pass
-    writer.flush()
-
 
 def _append(file: LogFile, encoder: Encoder, order: WriteRecord) -> None:
     kind, chunks, values = Kind(order.kind), list[Bytes](), list[int]()
@@ -278,12 +247,7 @@ def _generators(order: WriteRandomStates, data: bytes) -> dict[str, GeneratorSta
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # a job's end sends them to all processes; the writer ends after its trainer
-    ring_file, status, trainer = map(int, sys.argv[1:4])
-    write_log(TrainerMessages(sys.stdin.fileno(), trainer), ring_file, status)
+    execute_orders(WriterSettings, LOG_ORDERS, LogWriter)
 
 
 if __name__ == "__main__":

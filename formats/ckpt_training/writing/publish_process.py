@@ -24,13 +24,12 @@ Receipts and outcomes lie in a folder of this Publisher's own, so those of a kil
 
 import json
 import os
-import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,6 @@ from ckpt_formats.core.errors import CkptError, IncompleteError, InvalidArgument
 from ckpt_formats.stores.location import place_at
 from ckpt_formats.universal.published.model import PublishedModel
 from ckpt_formats.universal.published.records import FOLDER, ObjectRef, RankShare
-from ckpt_training.writing.orders import End, decode_order
 from ckpt_training.writing.publish_orders import (
     MISSED,
     PUBLISH_ORDERS,
@@ -54,7 +52,7 @@ from ckpt_training.writing.publish_orders import (
 )
 from ckpt_training.writing.ring import Ring
 from ckpt_training.writing.save_orders import FinishSave, WriteRuns
-from ckpt_training.writing.trainer_messages import IDLE_SECONDS, MessagesEnd, TrainerMessages, reason_of
+from ckpt_training.writing.trainer_messages import OrderWriter, execute_orders, text_of
 
 _ORPHAN_SECONDS = 5.0
 """How long to wait for the other ranks after the trainer has ended."""
@@ -118,7 +116,7 @@ class StepOutcome:
     """Why it is not published."""
 
 
-class PublishWriter:
+class PublishWriter(OrderWriter):
     """Executes the orders of a trainer."""
 
     def __init__(self, settings: PublishSettings, ring: Ring, status: int, trainer: int, stack: ExitStack) -> None:
@@ -145,7 +143,7 @@ class PublishWriter:
         os.nice(_NICE)
         self._send("ready")
 
-    def do(self, order: Any) -> None:
+    def do(self, order: Any, data: bytes) -> None:
         """Execute an order."""
         if isinstance(order, WriteRuns):
             self._write(order)
@@ -179,7 +177,7 @@ class PublishWriter:
             for piece, _, offset, begin, nbytes in order.runs:
                 self._values.fill(piece, offset, slot[begin : begin + nbytes].data)
         except Exception as error:
-            step.reason = _text_of(error)
+            step.reason = text_of(error)
 
     def _end(self, step: OpenStep) -> None:
         """Publish a step in the background."""
@@ -188,7 +186,7 @@ class PublishWriter:
             try:
                 outcome = self._published(step)
             except Exception as error:
-                self._send_failure(step, _text_of(error), None, error)
+                self._send_failure(step, text_of(error), None, error)
                 return
             if outcome.epoch is None:
                 self._send_failure(step, outcome.reason or "not known", outcome)
@@ -243,7 +241,7 @@ class PublishWriter:
             if publication.start(step.step, [one["state"] for one in states]).is_published:
                 outcome = self._outcome(step, publication.epoch, is_new=False)
         except Exception as error:
-            outcome = self._failed(step, _text_of(error), isinstance(error, LockedError))
+            outcome = self._failed(step, text_of(error), isinstance(error, LockedError))
         self._state(step, "start", {} if outcome is None else vars(outcome))
         return outcome
 
@@ -262,7 +260,7 @@ class PublishWriter:
                 receipt["delta"], receipt["before"] = self._stored(step, is_base=False), self._published_state
                 receipt["folds"] = self._folds
         except Exception as error:
-            receipt["reason"] = step.reason = _text_of(error)
+            receipt["reason"] = step.reason = text_of(error)
         return receipt
 
     def _fold(self, step: OpenStep, outcome: StepOutcome) -> None:
@@ -306,7 +304,7 @@ class PublishWriter:
                 raise IncompleteError("ranks have stored deltas against another state than the last published one")
             outcome = self._outcome(step, publication.epoch)
         except Exception as error:
-            outcome = self._failed(step, _text_of(error), isinstance(error, LockedError))
+            outcome = self._failed(step, text_of(error), isinstance(error, LockedError))
         self._state(step, "outcome", vars(outcome))
         return outcome
 
@@ -438,50 +436,14 @@ class PublishWriter:
             fields["refusal"] = {"kind": type(error).__name__, "what": error.what[:_MAX_REASON], **facts}
         self._send(f"failed {json.dumps({**fields, 'error': reason[:_MAX_REASON]})}")
 
-    def _send(self, line: str) -> None:
-        with suppress(BrokenPipeError):  # the trainer has ended
-            os.write(self._status, line.encode() + b"\n")
-
 
 def _next(step: OpenStep, outcome: StepOutcome) -> dict[str, Any]:
     return {"step": step.step, "next": outcome.occasion, "next_mode": outcome.mode}
 
 
-def _text_of(error: Exception) -> str:
-    """Why something failed, with where and what to do, in one line."""
-    if not isinstance(error, CkptError):
-        return reason_of(error)
-    return " ".join(f"{error}{'' if error.hint is None else f' ({error.hint})'}".split())
-
-
-def publish(orders: TrainerMessages, ring_file: int, status: int, trainer: int) -> None:
-    """Execute all orders until they end."""
-    with ExitStack() as stack:
-        try:
-            while (first := orders.next(IDLE_SECONDS)) is None:
-                pass
-            settings = PublishSettings(**first[0])
-            ring = Ring(settings.slot_nbytes, settings.slots, ring_file)
-            writer = PublishWriter(settings, ring, status, trainer, stack.enter_context(ExitStack()))
-            stack.callback(writer.close)
-            while True:
-                message = orders.next(IDLE_SECONDS)
-                if message is not None:
-                    order = decode_order(message[0], PUBLISH_ORDERS)
-                    if isinstance(order, End):
-                        break
-                    writer.do(order)
-        except MessagesEnd:
-            pass
-
-
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # a job's end sends them to all processes; this one ends after its trainer
-    ring_file, status, trainer = map(int, sys.argv[1:4])
-    publish(TrainerMessages(sys.stdin.fileno(), trainer), ring_file, status, trainer)
+    with ExitStack() as stack:
+        execute_orders(PublishSettings, PUBLISH_ORDERS, partial(PublishWriter, stack=stack))
 
 
 if __name__ == "__main__":

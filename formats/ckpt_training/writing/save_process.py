@@ -9,13 +9,12 @@ It sends lines to the trainer: `ready`, `free` for each slot that may be used ag
 
 import json
 import os
-import signal
-import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,11 @@ from ckpt.chains.write import member_of
 from ckpt.pipeline import Execution
 from ckpt.pipeline.scratch import scratch_folder
 from ckpt_codecs.delta import StepInfo
-from ckpt_formats.core.errors import CkptError, IncompleteError, InvalidArgumentError, OutputError
+from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, OutputError
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.universal.boxes import PackReceipt, RankPack, RankValues
 from ckpt_formats.universal.chain.file import ChainIndex
 from ckpt_formats.universal.manifest import Manifest, Parent
-from ckpt_training.writing.orders import End, decode_order
 from ckpt_training.writing.rank_notes import RankNotes, merged
 from ckpt_training.writing.ring import Ring
 from ckpt_training.writing.save_orders import (
@@ -45,7 +43,7 @@ from ckpt_training.writing.save_orders import (
 )
 from ckpt_training.writing.staged_save import FolderSave, SaveOutcome, StagedSave
 from ckpt_training.writing.stored_save import StoredSave
-from ckpt_training.writing.trainer_messages import IDLE_SECONDS, MessagesEnd, TrainerMessages, reason_of
+from ckpt_training.writing.trainer_messages import OrderWriter, execute_orders, text_of
 
 _ORPHAN_SECONDS = 10.0
 """How long to wait for the other ranks after the trainer has ended."""
@@ -87,10 +85,10 @@ class OpenSave:
 
     def fail(self, error: Exception) -> None:
         """Note why the save cannot be complete. The first reason counts."""
-        self.failure = self.failure or _text_of(error)
+        self.failure = self.failure or text_of(error)
 
 
-class SaveWriter:
+class SaveWriter(OrderWriter):
     """Executes the orders of a trainer."""
 
     def __init__(self, settings: SaveSettings, ring: Ring, status: int, trainer: int, scratch: Path) -> None:
@@ -204,7 +202,7 @@ class SaveWriter:
             try:
                 self._finish(save, notes)
             except Exception as error:
-                self._send_failure(save.step, _text_of(error))
+                self._send_failure(save.step, text_of(error))
 
         self._open = None
         self._last = self._finishing.submit(finish)
@@ -271,7 +269,7 @@ class SaveWriter:
         try:
             outcome = self._publish(save)
         except Exception as error:
-            outcome = SaveOutcome(error=_text_of(error))
+            outcome = SaveOutcome(error=text_of(error))
         save.stage.state(outcome)
         return outcome
 
@@ -346,46 +344,10 @@ class SaveWriter:
     def _send_failure(self, step: int, reason: str) -> None:
         self._send(f"failed {json.dumps({'step': step, 'error': reason[:_MAX_REASON]})}")
 
-    def _send(self, line: str) -> None:
-        with suppress(BrokenPipeError):  # the trainer has ended
-            os.write(self._status, line.encode() + b"\n")
-
-
-def _text_of(error: Exception) -> str:
-    """Why something failed, with where and what to do, in one line."""
-    if not isinstance(error, CkptError):
-        return reason_of(error)
-    return " ".join(f"{error}{'' if error.hint is None else f' ({error.hint})'}".split())
-
-
-def write_saves(orders: TrainerMessages, ring_file: int, status: int, trainer: int) -> None:
-    """Execute all orders until they end."""
-    with ExitStack() as stack:
-        try:
-            while (first := orders.next(IDLE_SECONDS)) is None:
-                pass
-            settings = SaveSettings(**first[0])
-            ring = Ring(settings.slot_nbytes, settings.slots, ring_file)
-            writer = SaveWriter(settings, ring, status, trainer, stack.enter_context(scratch_folder(None)))
-            stack.callback(writer.close)
-            while True:
-                message = orders.next(IDLE_SECONDS)
-                if message is not None:
-                    order = decode_order(message[0], SAVE_ORDERS)
-                    if isinstance(order, End):
-                        break
-                    writer.do(order, message[1])
-        except MessagesEnd:
-            pass
-
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # a job's end sends them to all processes; this one ends after its trainer
-    ring_file, status, trainer = map(int, sys.argv[1:4])
-    write_saves(TrainerMessages(sys.stdin.fileno(), trainer), ring_file, status, trainer)
+    with scratch_folder(None) as scratch:
+        execute_orders(SaveSettings, SAVE_ORDERS, partial(SaveWriter, scratch=scratch))
 
 
 if __name__ == "__main__":
