@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from ckpt.following.source import FollowedStep
-from ckpt_formats.core.errors import CkptError, InvalidArgumentError
+from ckpt_formats.core.errors import InvalidArgumentError, OutputError
 from ckpt_formats.core.text import printable
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 10.0, 600.0
@@ -24,11 +24,7 @@ _END_SECONDS = 5.0
 """How long a command may take to end after SIGTERM."""
 
 
-class NotifyError(CkptError):
-    """A server could not be told of a step, or refused it."""
-
-
-def post_step(url: str, step: FollowedStep, path: Path, stop: threading.Event) -> NotifyError | None:
+def post_step(url: str, step: FollowedStep, path: Path, stop: threading.Event) -> OutputError | None:
     """Post a step that is served in a folder to a URL, and wait for the answer. Failures are repeated.
 
     The body is JSON: `step`, `epoch`, `hash`, `path`, and the last two as SGLang names them. Returns the error if all
@@ -37,7 +33,7 @@ def post_step(url: str, step: FollowedStep, path: Path, stop: threading.Event) -
     parts = notify_url(url)
     fields = {"step": step.step, "epoch": step.epoch, "hash": step.hash, "path": str(path)}
     body = json.dumps({**fields, "model_path": str(path), "weight_version": str(step.step)}).encode()
-    errors = list[NotifyError | None]()
+    errors = list[OutputError | None]()
 
     def post() -> None:
         pause = _FIRST_PAUSE
@@ -52,7 +48,7 @@ def post_step(url: str, step: FollowedStep, path: Path, stop: threading.Event) -
     thread.start()
     while thread.is_alive() and not stop.is_set():
         thread.join(0.05)
-    return errors[0] if errors else NotifyError("has not answered before the follower ended", where=_shown(parts))
+    return errors[0] if errors else OutputError("has not answered before the follower ended", where=_shown(parts))
 
 
 def notify_url(url: str) -> SplitResult:
@@ -89,7 +85,7 @@ def run_command(command: str, step: FollowedStep, path: Path, stop: threading.Ev
     return code if code >= 0 else 128 - code
 
 
-def _post(parts: SplitResult, body: bytes) -> NotifyError | None:
+def _post(parts: SplitResult, body: bytes) -> OutputError | None:
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     connection = kind(str(parts.hostname), parts.port, timeout=_CONNECT_SECONDS)
     target = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
@@ -100,12 +96,12 @@ def _post(parts: SplitResult, body: bytes) -> NotifyError | None:
         response = connection.getresponse()
         answer = response.read(_MAX_ANSWER)
     except (OSError, HTTPException, ValueError) as error:
-        return NotifyError(f"does not answer: {printable(str(error)) or type(error).__name__}", where=_shown(parts))
+        return OutputError(f"does not answer: {printable(str(error)) or type(error).__name__}", where=_shown(parts))
     finally:
         connection.close()
     if not 200 <= response.status < 300:
         text = printable(answer.decode("utf-8", "replace"))[:300]
-        return NotifyError(f"has answered {response.status}: {text}", where=_shown(parts))
+        return OutputError(f"has answered {response.status}: {text}", where=_shown(parts))
     return None
 
 

@@ -52,13 +52,17 @@ class FollowingStopped(Exception):
 class MissingObjectError(IncompleteError):
     """An object that a record names does not exist, or does not exist yet."""
 
-    def __init__(self, record: StepRecord, where: str) -> None:
-        super().__init__(
-            f"an object of step {record.name.step} is missing",
-            where=where,
-            hint="If the chain is a copy, copy it again. Old steps are removed from a chain: follow its last one.",
-        )
-        self.record = record
+    record: StepRecord
+
+
+def _missing_object(record: StepRecord, where: str) -> MissingObjectError:
+    error = MissingObjectError(
+        f"an object of step {record.name.step} is missing",
+        where=where,
+        hint="If the chain is a copy, copy it again. Old steps are removed from a chain: follow its last one.",
+    )
+    error.record = record
+    return error
 
 
 @dataclass(frozen=True)
@@ -241,7 +245,7 @@ class PublishedSource:
             ref.check(data, where)
             return data
 
-        return self._repeated(read, lambda: MissingObjectError(record, where))
+        return self._repeated(read, lambda: _missing_object(record, where))
 
     def check_stop(self) -> None:
         """Raise `FollowingStopped` if the work is to end."""
