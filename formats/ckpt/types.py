@@ -32,6 +32,7 @@ from ckpt_formats.core.value_changes import ChangedTensor
 from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.universal.chain.file import AppendedFrom, ChainIndex, LoggedSteps, Member, SharedPacks, Tip
 from ckpt_formats.universal.gradients.parts import StatePart
+from ckpt_formats.universal.published.records import RecordRef, StepName
 
 __all__ = [
     "AcceptedStep",
@@ -66,6 +67,7 @@ __all__ = [
     "Plan",
     "Progress",
     "PublishedCheckpoint",
+    "RecordRef",
     "Removed",
     "Report",
     "Result",
@@ -77,6 +79,7 @@ __all__ = [
     "SourceFile",
     "StateKeys",
     "StatePart",
+    "StepName",
     "StoreReads",
     "Tensor",
     "TensorChange",

@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MOST_BYTES = 2_000_000
+MOST_BYTES = 2_300_000
 """Of a wheel: checks of files and stores took it past 1.65 MB.
 
 The library and its docstrings took it past 1.1 MB, packs and lazy plans past 1.2, `ckpt plan`

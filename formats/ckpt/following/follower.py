@@ -102,13 +102,8 @@ class Follower:
         """The step whose weights the follower holds; None before the first one."""
         return self._step
 
-    @property
-    def model(self) -> PublishedModel | None:
-        """The names, shapes and dtypes of these weights."""
-        return self._model
-
     def tensors(self) -> dict[str, Array]:
-        """The weights by name, in their shapes and dtypes of NumPy or `ml_dtypes`: read-only views of its memory."""
+        """The weights by name, each (shape) in its dtype of NumPy or `ml_dtypes`: read-only views."""
         return {} if self._model is None else {one.name: one.values for one in whole_tensors(self._model, self._state)}
 
     def files(self) -> dict[str, bytes]:

@@ -46,7 +46,10 @@ class StateChunk:
         return first + place.first + self.start if end - first == place.block.size else None
 
     def values(self, state: State) -> Array:
-        """Its values in a state: (size,), where they lie if they follow each other there, else copied."""
+        """Its values in a state: (size,) in the tensor's dtype, where they lie if they are together there, else copied.
+
+        `state`: of any dtypes.
+        """
         whole = state[self.tensor]
         if self.first is not None:
             return whole[self.first : self.first + self.size]
@@ -88,7 +91,7 @@ def chunks_of(model: PublishedModel, rank: int) -> Iterator[StateChunk]:
 
 
 def new_state(model: PublishedModel) -> list[Array]:
-    """Memory for a state of a model."""
+    """Memory for a state of a model: for each tensor (elements,) of its dtype."""
     return [np.empty(prod(tensor.shape), tensor.dtype) for tensor in model.tensors]
 
 

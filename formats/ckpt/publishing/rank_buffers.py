@@ -148,7 +148,7 @@ class RankBuffers:
         return EncodedShare(data, share, sum(changed for _, changed in encoded))
 
     def copy_published(self, memory: Array) -> "PublishedCopy":
-        """Copy the published values into a vector of `nbytes_of` bytes (uint8), such as a mapped file, for a fold."""
+        """Copy the published values, for a fold. `memory`: (nbytes,) uint8, as many as `nbytes_of`, perhaps mapped."""
         if self._published_digests is None:
             raise InvalidArgumentError("there are no published values to copy")
         memory[...] = self._published
