@@ -66,10 +66,6 @@ class StepName:
         """The key of the fold from the step `first` of the same epoch to this one."""
         return f"{FOLDER}/folds/e{self.epoch:04d}-{first:010d}-{self.step:010d}.json"
 
-    def receipt_key(self, rank: int) -> str:
-        """The key of what a rank has stored of this step, until the step is published."""
-        return f"{FOLDER}/receipts/{self}/rank-{rank:05d}.json"
-
 
 def object_key(digest: str) -> str:
     """The key of an object by the hash of its bytes."""
