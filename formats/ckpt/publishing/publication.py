@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from types import MappingProxyType
 
@@ -208,7 +208,7 @@ class Publication:
             self._check_objects([*shares, *(delta or ()), *(one for fold in folds.values() for one in fold)])
             self._store_folds(folds)
             self._store_model()
-            time = datetime.now(UTC).isoformat(timespec="milliseconds")
+            time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
             is_first = last is None or last.epoch != name.epoch
             continues = self._start.continues if self._start is not None and is_first else None
             record = StepRecord(name, parent, self.model_ref, tuple(shares), time, continues)
