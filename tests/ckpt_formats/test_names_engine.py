@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.numpy import load_file
 
 from ckpt_cli.main import cli
 from engines.launch import run_script
 from hf_jobs.models import MODELS
-from megatron_jobs.families import EXPECTED, FAMILIES
+from hf_jobs.random_models import names
+from megatron_jobs.families import EXPECTED, FAMILIES, INPUT
 from trained import once
 
 pytestmark = [
@@ -23,9 +26,20 @@ pytestmark = [
 ]
 
 JOBS = Path(__file__).parents[1] / "jobs"
-INPUT = (torch.arange(24) * 7 % 64).reshape(2, 12)
 CLOSE = 1e-5
-"""Logits are about 1, and other choices of any family change them by 1e-3 or more: see the last test."""
+"""Logits are about 1 to 5, and other choices of any family change them by 1e-3 or more: see the last test."""
+TRANSLATED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gpt2")
+RANDOM_MODELS = [name for name in names(1) if name.rpartition("-")[0] in TRANSLATED]
+CHOICES = {
+    "llama_wide_heads": {"rope_theta": 10000.0},
+    "llama_tied_linear": {"rope_scaling": None},
+    "llama3": {"rope_scaling": None},
+    "mistral": {"sliding_window": 4},
+    "qwen2": {"rms_norm_eps": 1e-3},
+    "mixtral": {"num_experts_per_tok": 1},
+    "gpt2": {"activation_function": "gelu_new"},
+}
+"""Entries of config.json, each of which changes what a model of `FAMILIES` computes."""
 
 
 def convert(source: Path, target: Path, *options: str) -> str:
@@ -34,25 +48,20 @@ def convert(source: Path, target: Path, *options: str) -> str:
     return done.stderr
 
 
-def computed(jobs: Mapping[str, Mapping[str, Any]], script: str, out: Path) -> None:
-    (out / "jobs.json").write_text(json.dumps(list(jobs.values()), default=str))
-    arguments = [str(out / "jobs.json")]
-    run_script(JOBS / script, ["load", *arguments] if script.startswith("megatron") else arguments, 3)
-
-
 def by_transformers(folders: Mapping[str, Path], out: Path) -> dict[str, dict[str, Any]]:
     """What transformers computes of folders, and what it says of their tensors."""
-    torch.save(INPUT, out / "input.pt")
-    jobs = {
-        name: {
+    torch.save(torch.tensor(INPUT), out / "input.pt")
+    jobs = [
+        {
             "folder": folder,
             "input": out / "input.pt",
             "logits": out / f"{name}.pt",
             "report": out / f"{name}.json",
         }
         for name, folder in folders.items()
-    }
-    computed(jobs, "hf_jobs/logits.py", out)
+    ]
+    (out / "jobs.json").write_text(json.dumps(jobs, default=str))
+    run_script(JOBS / "hf_jobs" / "logits.py", [str(out / "jobs.json")], len(jobs))
     return {
         name: json.loads((out / f"{name}.json").read_text()) | {"logits": torch.load(out / f"{name}.pt")}
         for name in folders
@@ -67,11 +76,39 @@ def megatron() -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(megatron: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of transformers, what it computes of them, and what Megatron core does of our translation.
+
+    NAME.back is that translation translated back by Megatron's arguments alone.
+    """
+    out = tmp_path_factory.mktemp("there")
+    known = [*MODELS, *RANDOM_MODELS]
+    run_script(JOBS / "hf_jobs" / "save_models.py", [str(out), *known], 2)
+    jobs = []
+    for name in known:
+        convert(out / name, out / f"{name}.megatron", "--to", "megatron-legacy")
+        (weights,) = (out / f"{name}.megatron").rglob("model_optim_rng.pt")
+        root = torch.load(weights, weights_only=False)
+        torch.save({key: value for key, value in root.items() if not key.startswith("hf/")}, weights)
+        convert(out / f"{name}.megatron", out / f"{name}.back", "--to", "hf")
+        jobs.append({"weights": str(weights), "logits": str(out / f"{name}.megatron.pt")})
+    (out / "jobs.json").write_text(json.dumps(jobs))
+    run_script(JOBS / "megatron_jobs" / "logits.py", ["load", str(out / "jobs.json")], 3)
+    return out
+
+
+@pytest.fixture(scope="module")
+def loaded(megatron: Path, there: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What transformers computes of our translations of Megatron's models, and of those with another choice."""
     out = tmp_path_factory.mktemp("hf")
     for name in FAMILIES:
         convert(megatron / name, out / name, "--to", "hf")
-    return by_transformers({name: out / name for name in FAMILIES}, out)
+    for name, changes in CHOICES.items():
+        convert(megatron / name, out / f"{name}.other", "--to", "hf")
+        config = out / f"{name}.other" / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    ours = {name: out / name for name in (*FAMILIES, *(f"{name}.other" for name in CHOICES))}
+    return by_transformers(ours | {f"{name}.back": there / f"{name}.back" for name in RANDOM_MODELS}, out)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -84,46 +121,25 @@ def test_transformers_computes_what_megatron_does(name: str, megatron: Path, loa
     assert (report["logits"] - expected).abs().max() < CLOSE
 
 
-@pytest.fixture(scope="module")
-def back(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models of transformers, what it computes of them, and what Megatron core does of our translation."""
-    out = tmp_path_factory.mktemp("back")
-    run_script(JOBS / "hf_jobs" / "save_models.py", [str(out)], 2)
-    jobs = {}
-    for name in MODELS:
-        convert(out / name, out / f"{name}.megatron", "--to", "megatron-legacy")
-        (weights,) = (out / f"{name}.megatron").rglob("model_optim_rng.pt")
-        jobs[name] = {"weights": weights, "logits": out / f"{name}.logits.pt"}
-    computed(jobs, "megatron_jobs/logits.py", out)
-    by_transformers({name: out / name for name in MODELS}, out)
-    return out
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_megatron_computes_what_transformers_does(name: str, back: Path) -> None:
-    ours, theirs = torch.load(back / f"{name}.logits.pt"), torch.load(back / f"{name}.pt")
+@pytest.mark.parametrize("name", [*MODELS, *RANDOM_MODELS])
+def test_megatron_computes_what_transformers_does(name: str, there: Path) -> None:
+    ours, theirs = torch.load(there / f"{name}.megatron.pt"), torch.load(there / f"{name}.pt")
     assert ours.shape == theirs.shape
     assert (ours - theirs).abs().max() < CLOSE
 
 
-CHOICES = {
-    "llama_wide_heads": {"rope_theta": 10000.0},
-    "llama_tied_linear": {"rope_scaling": None},
-    "llama3": {"rope_scaling": None},
-    "mistral": {"sliding_window": 4},
-    "qwen2": {"rms_norm_eps": 1e-3},
-    "mixtral": {"num_experts_per_tok": 1},
-    "gpt2": {"activation_function": "gelu_new"},
-}
-
-
-def test_any_other_choice_of_the_configuration_would_show(
-    megatron: Path, loaded: dict[str, dict[str, Any]], tmp_path: Path
+@pytest.mark.parametrize("name", RANDOM_MODELS)
+def test_a_model_comes_back_from_megatron_with_every_bit_by_its_arguments_alone(
+    name: str, there: Path, loaded: dict[str, dict[str, Any]]
 ) -> None:
-    for name, changes in CHOICES.items():
-        convert(megatron / name, tmp_path / name, "--to", "hf")
-        config = tmp_path / name / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-    others = by_transformers({name: tmp_path / name for name in CHOICES}, tmp_path)
-    for name, other in others.items():
-        assert (other["logits"] - loaded[name]["logits"]).abs().max() > 4 * CLOSE, name
+    before, after = (load_file(there / folder / "model.safetensors") for folder in (name, f"{name}.back"))
+    assert before.keys() == after.keys()
+    for key, array in before.items():
+        assert array.dtype == after[key].dtype
+        assert np.array_equal(array, after[key]), key
+    assert (loaded[f"{name}.back"]["logits"] - torch.load(there / f"{name}.pt")).abs().max() < CLOSE
+
+
+def test_any_other_choice_of_the_configuration_would_show(loaded: dict[str, dict[str, Any]]) -> None:
+    for name in CHOICES:
+        assert (loaded[f"{name}.other"]["logits"] - loaded[name]["logits"]).abs().max() > 4 * CLOSE, name

@@ -18,7 +18,11 @@ def main() -> None:
     torch.set_num_threads(1)
     for job in json.loads(Path(sys.argv[1]).read_text()):
         model, info = AutoModelForCausalLM.from_pretrained(
-            job["folder"], output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
+            job["folder"],
+            output_loading_info=True,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
         )
         with torch.no_grad():
             torch.save(model.eval()(torch.load(job["input"])).logits, job["logits"])

@@ -1,4 +1,8 @@
-"""Small models as transformers saves them, norms and biases no constants: `save_models.py OUT` makes OUT/NAME."""
+"""Small models as transformers saves them, norms and biases no constants, and what they compute.
+
+`save_models.py OUT [NAME ...]` makes OUT/NAME and OUT/NAME.pt, the logits, of names that `random_models.model` knows;
+by default of all `MODELS`.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,28 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_jobs.models import MODELS
+from hf_jobs.random_models import model as entries_of
+from megatron_jobs.families import INPUT
+
+
+def save(name: str, out: Path) -> None:
+    options = dict(entries_of(name))
+    torch.manual_seed(options.pop("seed", len(name)))
+    config = AutoConfig.for_model(options.pop("model_type"), **options)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
+    buffers = [buffer for key, buffer in model.named_buffers() if key.endswith("correction_bias")]
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *buffers):
+            tensor.add_(torch.randn_like(tensor) * 0.05)
+        torch.save(model(torch.tensor(INPUT)).logits, out / f"{name}.pt")
+    model.save_pretrained(out / name)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    for name, kind in MODELS.items():
-        torch.manual_seed(len(name))
-        options = dict(kind)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(options.pop("model_type"), **options))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-        model.save_pretrained(Path(sys.argv[1]) / name)
+    out = Path(sys.argv[1])
+    for name in sys.argv[2:] or MODELS:
+        save(name, out)
 
 
 if __name__ == "__main__":

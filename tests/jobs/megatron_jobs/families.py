@@ -2,6 +2,9 @@
 
 from typing import Any
 
+INPUT = [[7 * (12 * row + i) % 64 for i in range(12)] for row in range(2)]
+"""A batch of tokens that every model's vocabulary holds."""
+
 COMMON: dict[str, Any] = {
     "num_layers": 2,
     "hidden_size": 48,

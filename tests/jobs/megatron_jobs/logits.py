@@ -8,6 +8,7 @@ write what the model of its arguments computes with its weights.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from contextlib import nullcontext
@@ -18,49 +19,54 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 
 from engines import ranks
 from megatron_jobs import without_cuda
-from megatron_jobs.families import FAMILIES
+from megatron_jobs.families import FAMILIES, INPUT
 
-INPUT = (torch.arange(24) * 7 % 64).reshape(2, 12)
+
+def config_of(args: argparse.Namespace) -> TransformerConfig:
+    """What `core_transformer_config_from_args` of Megatron-LM makes of arguments.
+
+    A field has the value of the argument of its name, but for those below. What only trains or only runs on GPUs is
+    set to what a CPU can do.
+    """
+    kind = MLATransformerConfig if getattr(args, "multi_latent_attention", False) else TransformerConfig
+    fields = {f.name: getattr(args, f.name) for f in dataclasses.fields(kind) if hasattr(args, f.name)}
+    gated = args.swiglu or getattr(args, "quick_geglu", False)
+    activation = quick_gelu if getattr(args, "quick_geglu", False) else torch.nn.functional.silu
+    fields |= {
+        "num_moe_experts": args.num_experts,
+        "layernorm_epsilon": getattr(args, "norm_epsilon", args.layernorm_epsilon),
+        "num_query_groups": args.num_query_groups if args.group_query_attention else None,
+        "gated_linear_unit": gated,
+        "activation_func": activation if gated else torch.nn.functional.gelu,
+        "bias_activation_fusion": args.bias_gelu_fusion and not gated,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "allgather",
+        "moe_grouped_gemm": False,
+    }
+    config = kind(**fields)
+    for name, value in vars(args).items():
+        if name.startswith("yarn_"):  # no fields: the model asks its configuration for these attributes
+            setattr(config, name, value)
+    return config
 
 
 def model_of(args: argparse.Namespace) -> GPTModel:
-    """The model that megatron.training would build of these arguments."""
-    config = TransformerConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        kv_channels=args.kv_channels,
-        gated_linear_unit=args.swiglu,
-        activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
-        bias_activation_fusion=args.bias_gelu_fusion and not args.swiglu,
-        add_bias_linear=args.add_bias_linear,
-        add_qkv_bias=args.add_qkv_bias,
-        qk_layernorm=args.qk_layernorm,
-        normalization=args.normalization,
-        layernorm_epsilon=args.layernorm_epsilon,
-        num_moe_experts=args.num_experts,
-        moe_router_topk=args.moe_router_topk,
-        moe_ffn_hidden_size=args.moe_ffn_hidden_size,
-        window_size=args.window_size,
-        rotary_interleaved=args.rotary_interleaved,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-    )
-    spec = get_gpt_layer_local_spec(
-        num_experts=args.num_experts, qk_layernorm=args.qk_layernorm, normalization=args.normalization
-    )
+    """The model that megatron.training would build of these arguments, with plain layers."""
+    config = config_of(args)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
     model = GPTModel(
         config,
         spec,
@@ -78,11 +84,12 @@ def model_of(args: argparse.Namespace) -> GPTModel:
 
 
 def logits_of(model: GPTModel) -> torch.Tensor:
-    count, length = INPUT.shape
+    tokens = torch.tensor(INPUT)
+    count, length = tokens.shape
     positions = torch.arange(length).expand(count, length)
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
     with torch.no_grad():
-        logits: torch.Tensor = model(INPUT, positions, mask)
+        logits: torch.Tensor = model(tokens, positions, mask)
     return logits
 
 

@@ -1,0 +1,211 @@
+"""Small random models of each family, as data: nothing here imports transformers.
+
+A family is one entry of `RANDOM`: a function of a random generator that gives entries of a config.json. Sizes are odd
+and differ from each other, so that no two tensors have the same shape by chance, and no published model has them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from hf_jobs.models import MODELS
+
+Entries = dict[str, Any]
+TOKENS = 64
+"""The tests' batches hold smaller tokens, so every vocabulary is larger."""
+
+
+def model(name: str) -> Entries:
+    """The entries of a model: one of `MODELS`, or `FAMILY-SEED` for a random model of a family."""
+    if name in MODELS:
+        return MODELS[name]
+    family, _, seed = name.rpartition("-")
+    rng = random.Random(name)
+    return {"model_type": family, "initializer_range": 0.1, **RANDOM[family](rng), "seed": int(seed)}
+
+
+def names(count: int, first: int = 0) -> list[str]:
+    """`count` random models of each family."""
+    return [f"{family}-{seed}" for family in RANDOM for seed in range(first, first + count)]
+
+
+def common(rng: random.Random, head_dims: tuple[int, ...] = (8, 12, 16)) -> Entries:
+    """The sizes of every decoder: heads in groups, of a width that need not be the hidden size's share."""
+    groups = rng.choice((1, 2, 3))
+    heads = groups * rng.choice((2, 3))
+    return {
+        "vocab_size": rng.randrange(TOKENS + 1, 110),
+        "hidden_size": heads * rng.choice((6, 10, 14)),
+        "intermediate_size": rng.randrange(21, 70),
+        "num_hidden_layers": rng.randrange(2, 5),
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": rng.choice(head_dims),
+        "max_position_embeddings": 64,
+        "rms_norm_eps": rng.choice((1e-6, 1e-5, 1e-3)),
+        "tie_word_embeddings": rng.random() < 0.3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(rng.randrange(500, 20000))},
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _without_head_dim(rng: random.Random) -> Entries:
+    """Of models whose heads share the hidden size."""
+    entries = common(rng)
+    entries["hidden_size"] = entries["num_attention_heads"] * entries.pop("head_dim")
+    return entries
+
+
+def _experts(rng: random.Random, name: str = "num_experts") -> Entries:
+    return {
+        name: rng.choice((3, 5, 7)),
+        "num_experts_per_tok": rng.choice((2, 3)),
+        "moe_intermediate_size": rng.randrange(9, 33),
+    }
+
+
+def _dense_layers(rng: random.Random, layers: int) -> Entries:
+    """Which layers of Qwen's models have no experts: listed ones, or all but each second one."""
+    if rng.random() < 0.3:
+        return {"decoder_sparse_step": 2}
+    return {"mlp_only_layers": [i for i in range(layers) if rng.random() < 0.4][: layers - 1]}
+
+
+def _windows(rng: random.Random, layers: int) -> Entries:
+    kinds = [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
+    return {"layer_types": kinds, "sliding_window": rng.randrange(2, 7)}
+
+
+def llama(rng: random.Random) -> Entries:
+    biased = rng.random() < 0.3
+    return {**common(rng), "attention_bias": biased, "mlp_bias": biased}
+
+
+def mistral(rng: random.Random) -> Entries:
+    return {**common(rng), "sliding_window": rng.choice((None, 3, 5))}
+
+
+def qwen3(rng: random.Random) -> Entries:
+    return common(rng)
+
+
+def mixtral(rng: random.Random) -> Entries:
+    experts = {"num_local_experts": rng.choice((3, 5)), "num_experts_per_tok": rng.choice((2, 3))}
+    return {**common(rng), **experts, "sliding_window": rng.choice((None, 3, 5))}
+
+
+def gpt2(rng: random.Random) -> Entries:
+    heads = rng.choice((3, 4))
+    sizes = {"n_embd": heads * rng.choice((8, 12)), "n_head": heads, "n_layer": rng.randrange(2, 5)}
+    return {"vocab_size": rng.randrange(TOKENS + 1, 110), "n_positions": 32, "n_inner": rng.randrange(21, 70), **sizes}
+
+
+def qwen2_moe(rng: random.Random) -> Entries:
+    entries = _without_head_dim(rng)
+    layers = entries["num_hidden_layers"]
+    if rng.random() < 0.5:
+        entries |= {**_windows(rng, layers), "use_sliding_window": True}
+    shared = {"shared_expert_intermediate_size": rng.randrange(34, 50), "qkv_bias": rng.random() < 0.7}
+    normalised = {"norm_topk_prob": rng.random() < 0.5}
+    return {**entries, **_experts(rng), **shared, **normalised, **_dense_layers(rng, layers)}
+
+
+def qwen3_moe(rng: random.Random) -> Entries:
+    entries = common(rng)
+    if rng.random() < 0.3:
+        entries |= {"use_sliding_window": True, "sliding_window": rng.randrange(2, 7)}
+    normalised = {"norm_topk_prob": rng.random() < 0.5}
+    return {**entries, **_experts(rng), **normalised, **_dense_layers(rng, entries["num_hidden_layers"])}
+
+
+def glm4_moe(rng: random.Random) -> Entries:
+    entries, experts = common(rng), _experts(rng, "n_routed_experts")
+    entries["rope_parameters"]["partial_rotary_factor"] = rng.choice((0.25, 0.5, 1.0))
+    if rng.random() < 0.5:  # Megatron scores a group by as many experts as it may give, transformers always by two
+        experts |= {"n_routed_experts": 9, "n_group": 3, "topk_group": 2, "num_experts_per_tok": rng.choice((4, 5))}
+    return {
+        **entries,
+        **experts,
+        "head_dim": rng.choice((16, 24)),
+        "attention_bias": rng.random() < 0.5,
+        "use_qk_norm": rng.random() < 0.5,
+        "n_shared_experts": rng.choice((1, 2)),
+        "first_k_dense_replace": rng.randrange(0, entries["num_hidden_layers"]),
+        "routed_scaling_factor": rng.choice((1.0, 1.5, 2.5)),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def gpt_oss(rng: random.Random) -> Entries:
+    entries = common(rng)
+    if rng.random() < 0.5:
+        entries["rope_parameters"] |= {
+            "rope_type": "yarn",
+            "factor": rng.choice((4.0, 32.0)),
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": rng.random() < 0.5,
+        }
+    experts = {"num_local_experts": rng.choice((3, 5, 7)), "num_experts_per_tok": rng.choice((2, 3))}
+    limit = {"swiglu_limit": rng.choice((0.5, 7.0))}
+    return {**entries, **experts, **limit, **_windows(rng, entries["num_hidden_layers"])}
+
+
+def ernie4_5(rng: random.Random) -> Entries:
+    return {**common(rng), "use_bias": rng.random() < 0.5}
+
+
+def ernie4_5_moe(rng: random.Random) -> Entries:
+    entries = _without_head_dim(rng)
+    layers = entries["num_hidden_layers"]
+    return {
+        **entries,
+        "moe_num_experts": rng.choice((3, 5)),
+        "moe_k": 2,
+        "moe_intermediate_size": rng.randrange(9, 33),
+        "moe_num_shared_experts": rng.choice((1, 2)),
+        "moe_layer_start_index": rng.randrange(0, layers),
+        "moe_layer_interval": rng.choice((1, 2)),
+    }
+
+
+def phi3(rng: random.Random) -> Entries:
+    entries = _without_head_dim(rng)
+    entries["rope_parameters"]["partial_rotary_factor"] = rng.choice((0.5, 1.0))
+    return {**entries, "sliding_window": rng.choice((None, 3, 5))}
+
+
+def olmo2(rng: random.Random) -> Entries:
+    return {**_without_head_dim(rng), "attention_bias": rng.random() < 0.3}
+
+
+def olmo3(rng: random.Random) -> Entries:
+    entries = _without_head_dim(rng)
+    rotary = {"full_attention": entries["rope_parameters"], "sliding_attention": dict(entries["rope_parameters"])}
+    return {**entries, "rope_parameters": rotary, **_windows(rng, entries["num_hidden_layers"])}
+
+
+RANDOM: dict[str, Callable[[random.Random], Entries]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": _without_head_dim,
+    "qwen3": qwen3,
+    "mixtral": mixtral,
+    "gpt2": gpt2,
+    "qwen2_moe": qwen2_moe,
+    "qwen3_moe": qwen3_moe,
+    "glm4_moe": glm4_moe,
+    "gpt_oss": gpt_oss,
+    "ernie4_5": ernie4_5,
+    "ernie4_5_moe": ernie4_5_moe,
+    "phi3": phi3,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
+}
+NOT_IN_MEGATRON = ("ernie4_5_moe", "olmo2", "olmo3")
+"""Families that no arguments of Megatron core describe."""
