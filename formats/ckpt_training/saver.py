@@ -23,9 +23,8 @@ from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.state_names import MODEL, from_stored
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.tensor import read
-from ckpt_formats.core.text import PARTIAL
-from ckpt_formats.registry.published import is_unfinished
-from ckpt_formats.stores.location import target_path
+from ckpt_formats.core.text import PARTIAL, STAGED
+from ckpt_formats.stores.location import place_at, target_path
 from ckpt_formats.universal.boxes import RankBox
 from ckpt_formats.universal.chain import folder as chain_folder
 from ckpt_formats.universal.gradients.noted_tensors import names_for_noted_tensors
@@ -399,17 +398,19 @@ def _prepare(target: Any) -> None:
             target.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"the folder cannot be made: {error.strerror}", where=target) from error
-    if is_chain(target):
-        if chain_folder.peek(target) is not None:
-            with change(target, Execution(workers=1), wait=10.0) as place:
-                place.remove_leftovers()
-        return
-    left = [one.name[1 : -len(PARTIAL)] for one in target.glob(f".step-*{PARTIAL}")]
-    if is_remote(target) and target.is_dir():
-        left = [one.name for one in target.iterdir() if is_unfinished(one)]
-    for name in left:
+    if is_chain(target) and chain_folder.peek(target) is not None:
+        with change(target, Execution(workers=1), wait=10.0) as place:
+            place.remove_leftovers()
+    for name in _names_with_notes(target):
         with suppress(CkptError):
             clean(target / name)
+
+
+def _names_with_notes(target: Any) -> set[str]:
+    """The saves at which processes have left notes: they were killed in front of the end, or right after it."""
+    if is_remote(target):
+        return {key.partition("/")[0] for key in place_at(target).list() if key.partition("/")[2].startswith(STAGED)}
+    return {one.name[1 : -len(PARTIAL)] for one in target.glob(f".step-*{PARTIAL}")}
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:

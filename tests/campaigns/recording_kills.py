@@ -388,12 +388,14 @@ def _steps(records: tuple[Any, ...]) -> int:
 
 def _restored(checkpoint: Any) -> Iterator[tuple[str, Any]]:
     for name, parameter in checkpoint.parameters.items():
+        if parameter.role == "extra":
+            continue
         states = dict(parameter.states)
         count = states.pop("step", None)
         for state, tensor in states.items():
             yield (name if state == "model" else f"{name}.{state}"), read(tensor)
         if parameter.role == "parameter":
-            yield f"{name}.step", np.float64(parameter.values["step"] if count is None else read(count))
+            yield f"{name}.step", np.float64(parameter.values["step"] if count is None else read(count).item())
     yield "lr", np.float64(checkpoint.groups[0].options["lr"])
 
 

@@ -3,9 +3,11 @@
 A run of two ranks of DDP that nobody saves or kills notes a hash of its whole state after each step. Each round kills
 the trainers, the processes that write, or all of them, at a random moment. Afterwards each published save must pass
 `verify` and have the hash of its step. A new run that loads the newest one must go on with the hashes of all steps, and
-its Saver must leave nothing of the killed one.
+must leave nothing of the killed one.
 
-torch is imported once; every run is a fork of this process, which itself must not compute with torch.
+`Saver` saves into a chain and into a folder, `dcp.save` into a folder, by `CkptWriter`; each also into a store, which
+is moto's server. torch is imported once; every run and each comparison is a fork of this process, which itself must
+neither compute with torch nor reach the store.
 """
 
 from __future__ import annotations
@@ -18,23 +20,56 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import ckpt
 from ckpt.chains.verify import verify_chain
 from ckpt.pipeline import Execution
-from ckpt_formats.universal.chain import file as index
-from ckpt_training import Saver, load
+from ckpt_formats.stores.location import source_path
+from ckpt_formats.universal import manifest
+from ckpt_formats.universal.chain import file as chain_file
+from ckpt_training import CkptReader, CkptWriter, Saver, load
+from object_stores import BUCKET, moto, reached
 from recording_kills import SECONDS, Progress, _arrays, _lives, _restored, forked, hash_of, waited
 from run import Round, alternated
 
 STEPS, WIDTH, EVERY = 40, 200, 2
-TARGETS = ("run.chain", "saves")
 VICTIMS = ("trainers", "one trainer", "writers", "one writer", "everything")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a run is saved, and by what."""
+
+    name: str
+    is_stored: bool = False
+    by_dcp: bool = False
+
+    def __str__(self) -> str:
+        return f"{'dcp.save, ' if self.by_dcp else ''}{'store, ' if self.is_stored else ''}{self.name}"
+
+    @property
+    def victims(self) -> tuple[str, ...]:
+        return VICTIMS[:2] if self.by_dcp else VICTIMS
+
+    def within(self, work: Path, folder: str = "first") -> str:
+        """Its path or URL in a round."""
+        place = f"s3://{BUCKET}/{work.name}" if self.is_stored else str(work)
+        return f"{place}/{folder}/{self.name}"
+
+
+TARGETS = [
+    *(Target(name, is_stored) for is_stored in (False, True) for name in ("run.chain", "saves")),
+    *(Target("saves", is_stored, by_dcp=True) for is_stored in (False, True)),
+]
 
 
 class Net(nn.Module):
@@ -47,8 +82,10 @@ class Net(nn.Module):
         return result
 
 
-def train(rank: int, work: Path, target: Path | None, progress: Progress, source: str | None = None) -> None:
-    """One rank. It writes hashes of its steps; with `target`, it is saved; with `source`, it goes on from there."""
+def train(
+    rank: int, work: Path, path: str | None, progress: Progress, source: str | None = None, by_dcp: bool = False
+) -> None:
+    """One rank. It writes hashes of its steps; with a path, it is saved there; with `source`, it goes on from it."""
     torch.set_num_threads(1)
     meeting = work / f"meet-{'again' if source is not None else 'first'}"
     distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2)
@@ -58,20 +95,22 @@ def train(rank: int, work: Path, target: Path | None, progress: Progress, source
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     torch.manual_seed(10 + rank)
     hashes = {}
-    step = load(source, model, optimizer).step if source else 0
-    saver = None if target is None else Saver(model, optimizer, target, memory=1 << 18, stall_seconds=5.0)
+    step = 0 if not source else dcp_loaded(source, model, optimizer) if by_dcp else load(source, model, optimizer).step
+    saver = None if path is None or by_dcp else Saver(model, optimizer, path, memory=1 << 18, stall_seconds=5.0)
     assert step is not None
     while step < STEPS:
         optimizer.zero_grad()
         model(torch.randn(6, WIDTH)).square().mean().backward()
         optimizer.step()
         step += 1
-        if source is not None or saver is None:
+        if source is not None or path is None:
             hashes[step] = hash_of(_arrays(net, optimizer))
-        if saver is not None:
-            if step % EVERY == 0:
+        if path is not None:
+            if step % EVERY == 0 and saver is not None:
                 saver.save(step)
-            progress.say(rank, 2, saver.writer_pid or 0)
+            elif step % EVERY == 0:
+                dcp.save(state_dict(model, optimizer), storage_writer=CkptWriter(f"{path}/step-{step:08d}", step=step))
+            progress.say(rank, 2, (saver and saver.writer_pid) or 0)
             progress.say(rank, 1, step)
             time.sleep(0.01 if source is None else 0)
     if saver is not None:
@@ -79,15 +118,38 @@ def train(rank: int, work: Path, target: Path | None, progress: Progress, source
     (work / f"hashes-{rank}.json").write_text(json.dumps(hashes))
 
 
-def one_round(root: Path, truth: dict[int, str], name: str, victims: str, rng: random.Random) -> dict[str, int]:
+def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a rank saves by `dcp.save`, with its random state under a name of its own."""
+    weights, states = get_state_dict(model, optimizer)
+    return {"model": weights, "optim": states, "random": {str(distributed.get_rank()): torch.get_rng_state()}}
+
+
+def dcp_loaded(source: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load what `dcp.save` has saved; the step."""
+    state = state_dict(model, optimizer)
+    reader = CkptReader(source)
+    dcp.load(state, storage_reader=reader)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    torch.set_rng_state(state["random"][str(distributed.get_rank())])
+    assert reader.loaded is not None
+    assert reader.loaded.step is not None
+    return reader.loaded.step
+
+
+def one_round(root: Path, truth: dict[int, str], target: Target, victims: str, rng: random.Random) -> dict[str, int]:
     """Run, kill, compare, go on. Raises AssertionError if anything is not as it must be."""
     work = Path(tempfile.mkdtemp(dir=root))
-    target, progress = work / name, Progress()
-    ranks = [forked(lambda r=rank: train(r, work, target, progress), work / "output") for rank in range(2)]
+    path, progress = target.within(work), Progress()
+
+    def ranks_of(goes_to: str, source: str | None = None) -> list[int]:
+        runs = [partial(train, rank, work, goes_to, progress, source, target.by_dcp) for rank in range(2)]
+        return [forked(run, work / "output") for run in runs]
+
+    ranks = ranks_of(path)
     try:
         deadline = time.monotonic() + SECONDS
         moment = rng.randrange(EVERY, STEPS)
-        while len(progress.writers()) < 2 or min(progress.done()) < moment:
+        while (len(progress.writers()) < 2 and not target.by_dcp) or min(progress.done()) < moment:
             assert time.monotonic() < deadline, "the run hangs"
             time.sleep(0.001)
         time.sleep(rng.uniform(0.0, 0.05))
@@ -96,10 +158,9 @@ def one_round(root: Path, truth: dict[int, str], name: str, victims: str, rng: r
             "trainers": ranks,
             "one trainer": [rng.choice(ranks)],
             "writers": writers,
-            "one writer": [rng.choice(writers)],
+            "one writer": writers and [rng.choice(writers)],
             "everything": [*ranks, *writers],
         }[victims]
-        was_saving = bool(list(target.glob(".step-*")))
         for pid in rng.sample(killed, len(killed)):
             if pid in ranks or _lives(pid):
                 os.kill(pid, signal.SIGKILL)
@@ -108,53 +169,77 @@ def one_round(root: Path, truth: dict[int, str], name: str, victims: str, rng: r
             assert time.monotonic() < deadline, "a writer does not end"
             time.sleep(0.003)
         assert "writer" not in victims or codes == [0, 0], f"training ended with {codes}"
-        steps = compared(target, truth)
-        source = "" if not steps else f"{target}@{steps[-1]}" if name.endswith(".chain") else str(target)
+        steps, left = compared(target, path, truth, work)
         # A chain only grows, so a run that begins anew needs another one.
-        goes_on = target if steps else work / f"again-{name}"
-        again = [forked(lambda r=r: train(r, work, goes_on, progress, source), work / "output") for r in range(2)]
-        assert waited(again) == [0, 0]
+        goes_on = path if steps else target.within(work, "again")
+        source = "" if not steps else source_of(path, steps[-1]) if target.by_dcp or is_chain(path) else path
+        assert waited(ranks_of(goes_on, source)) == [0, 0]
         for rank in range(2):
             hashes = json.loads((work / f"hashes-{rank}.json").read_text())
             assert all(truth[int(step)] == digest for step, digest in hashes.items()), "the run goes on with other bits"
-        after = compared(goes_on, truth)
+        after, left_after = compared(target, goes_on, truth, work)
         assert after[-1] == STEPS, after
-        assert not list(goes_on.glob(".step-*")), "something is left"
+        assert not left_after, f"left: {left_after}"
     except BaseException as error:
         raise AssertionError(
-            f"{name}, {victims}: {error!r} in {work}\n{(work / 'output').read_text()[-3000:]}"
+            f"{target}, {victims}: {error!r} in {work}\n{(work / 'output').read_text()[-3000:]}"
         ) from error
     shutil.rmtree(work)
-    return {"kills": 1, "saves, same bits": len(steps), "while one was written": was_saving}
+    return {"kills": 1, "saves, same bits": len(steps), "while one was written": bool(left)}
 
 
-def compared(target: Path, truth: dict[int, str]) -> list[int]:
-    """The steps that were published; each must be whole, and have the hash of its step."""
-    if target.suffix == ".chain":
-        if not (target / index.NAME).is_file():
-            return []
-        assert verify_chain(target, Execution(workers=1)).findings == ()
-        steps = [member.step for member in index.load(target / index.NAME).members]
-        opened = {step: ckpt.open(f"{target}@{step}") for step in steps}
+def compared(target: Target, path: str, truth: dict[int, str], work: Path) -> tuple[list[int], list[str]]:
+    """The steps that were published, and what is there of others. Each must be whole, and have the hash of its step."""
+    result = work / "compared.json"
+    result.unlink(missing_ok=True)
+    code = forked(lambda: result.write_text(json.dumps(_compared(target, path, truth))) and None, work / "output")
+    assert waited([code]) == [0], "a published save is not as it must be"
+    steps, left = json.loads(result.read_text())
+    return steps, left
+
+
+def _compared(target: Target, path: str, truth: dict[int, str]) -> tuple[list[int], list[str]]:
+    folder = source_path(path)
+    names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
+    left = [name for name in names if name.startswith(".step-")]
+    if target.is_stored:
+        left += [f"{name}/.ckpt" for name in names if name.startswith("step-") and (folder / name / ".ckpt").is_dir()]
+    if is_chain(path):
+        if chain_file.NAME not in names:
+            return [], left
+        assert verify_chain(folder, Execution(workers=1)).findings == ()
+        steps = [member.step for member in chain_file.load(folder / chain_file.NAME).members]
     else:
-        paths = sorted(target.glob("step-*"))
-        opened = {int(path.name[5:]): ckpt.open(path) for path in paths}
-        assert all(ckpt.verify(one).ok for one in opened.values())
+        folders = [name for name in names if name.startswith("step-")]
+        steps = sorted(int(name[5:]) for name in folders if (folder / name / manifest.NAME).is_file())
+    opened = {step: ckpt.open(source_of(path, step)) for step in steps}
     for step, checkpoint in opened.items():
+        assert is_chain(path) or ckpt.verify(checkpoint).ok
         assert hash_of(_restored(checkpoint)) == truth[step], step
-    return list(opened)
+    return steps, left
+
+
+def source_of(path: str, step: int) -> str:
+    """How a user names a save."""
+    return f"{path}@{step}" if is_chain(path) else f"{path}/step-{step:08d}"
+
+
+def is_chain(path: str) -> bool:
+    return path.endswith(".chain")
 
 
 def rounds(root: Path, seed: int) -> Iterator[Round]:
     rng, progress = random.Random(seed), Progress()
     (root / "truth").mkdir()
-    ranks = [forked(lambda r=rank: train(r, root / "truth", None, progress), root / "output") for rank in range(2)]
+    ranks = [forked(partial(train, rank, root / "truth", None, progress), root / "output") for rank in range(2)]
     assert waited(ranks) == [0, 0], (root / "output").read_text()
     stated = json.loads((root / "truth" / "hashes-0.json").read_text())
     truth = {int(step): digest for step, digest in stated.items()}
     runs = {
-        f"{name}, {victims}": partial(one_round, root, truth, name, victims, rng)
+        f"{target}, {victims}": partial(one_round, root, truth, target, victims, rng)
         for victims in VICTIMS
-        for name in TARGETS
+        for target in TARGETS
+        if victims in target.victims
     }
-    yield from alternated(runs)
+    with moto() as server, reached(server):
+        yield from alternated(runs)

@@ -1,10 +1,11 @@
 """`dcp.save` writes a universal checkpoint, which is read as what torch's own writer saves is read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import obstore
 import pytest
 import torch
 from torch import distributed as dist
@@ -16,8 +17,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import ckpt
 from ckpt_formats.core.errors import InvalidArgumentError, OutputError, UnsupportedError
 from ckpt_training import CkptReader, CkptWriter
+from object_stores import BUCKET, StoreServer, moto, reached
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[StoreServer]:
+    with moto() as server:
+        yield server
 
 
 class Model(nn.Module):
@@ -138,12 +146,34 @@ def test_failed_save_leaves_nothing(tmp_path: Path) -> None:
         save(nested(), writer)
 
 
+def test_save_into_a_store_appears_whole_or_not_at_all(store: StoreServer, tmp_path: Path) -> None:
+    target = f"s3://{BUCKET}/run/step-7"
+
+    def names() -> set[str]:
+        return {meta["path"] for page in obstore.list(store.client, "run/") for meta in page}
+
+    writer = CkptWriter(codec="auto")
+    with reached(store):
+        with pytest.raises(UnsupportedError, match=r"`path` is no plain value"):
+            save({**nested(), "path": tmp_path}, writer, checkpoint_id=target)
+        assert "run/step-7/.ckpt/job" in names()
+        writer.reset()
+        assert names() == set()
+        save(nested(), writer, checkpoint_id=target)
+        assert all(".ckpt" not in name for name in names())
+        dcp.save(nested(), checkpoint_id=tmp_path / "torch")
+        assert ckpt.diff(ckpt.open(target), ckpt.open(tmp_path / "torch")).same
+        assert ckpt.verify(ckpt.open(target)) == []
+        with pytest.raises(OutputError, match="exists"):
+            save(nested(), writer)
+
+
 def test_state_dicts_without_one_model_are_refused(tmp_path: Path) -> None:
     model, own = run()
     with pytest.raises(InvalidArgumentError, match="no model, or several"):
         save({"a": model.state_dict(), "b": model.state_dict()}, CkptWriter(tmp_path / "own"))
     with pytest.raises((UnsupportedError, InvalidArgumentError)):
         save({"model": model.state_dict(), "optimizer": own.state_dict()}, CkptWriter(tmp_path / "own"))
-    with pytest.raises(UnsupportedError, match=r"writes into a folder"):
+    with pytest.raises(UnsupportedError, match=r"no members of chains"):
         save(nested(), CkptWriter(tmp_path / "run.chain"))
     assert list(tmp_path.iterdir()) == []

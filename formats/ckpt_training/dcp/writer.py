@@ -3,10 +3,10 @@
 import io
 import json
 import os
-import uuid
+import weakref
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -18,16 +18,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt.pipeline.folder_target import LOCK, make_staging, remove_staging, staging_folder
-from ckpt.pipeline.lease import hold
-from ckpt.pipeline.target import PUBLISHED
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import MODEL, Origin, Role
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import InvalidArgumentError, OutputError, UnsupportedError
-from ckpt_formats.core.folder_place import FolderPlace
+from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.publish import flush, rename_new
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.tensor import Tensor, ZeroBlob
 from ckpt_formats.core.text import printable
@@ -38,10 +33,12 @@ from ckpt_formats.state_dicts.parameter_order import NamedTensor
 from ckpt_formats.state_dicts.read import role_of
 from ckpt_formats.state_dicts.steps import step_of
 from ckpt_formats.stores.location import target_path
-from ckpt_formats.universal.boxes import CheckpointNotes, PackReceipt, RankBox, RankPack, assemble
+from ckpt_formats.universal.boxes import CheckpointNotes, PackReceipt, RankBox, RankPack
 from ckpt_training.dcp.tensor_names import StateDictForm, TensorPlace, form_of, tensor_name
+from ckpt_training.dcp.unpublished import UnpublishedSave, begin_save, write_pack
 from ckpt_training.local_shards import as_array, dtype_name
 from ckpt_training.plain_notes import plain_note
+from ckpt_training.writing.save_orders import is_chain
 
 
 class CkptWriter(StorageWriter):
@@ -50,7 +47,8 @@ class CkptWriter(StorageWriter):
         dcp.save(state_dict, storage_writer=CkptWriter("run/step-1000"))
 
     Each rank writes the blocks that the planner gives it, in a pack of its own. The checkpoint appears whole under its
-    name, or not at all: rank 0 compares what all ranks have written, and publishes it by one rename.
+    name, or not at all: rank 0 compares what all ranks have written, and publishes it by one rename; in a store, by
+    the manifest, which it puts last.
 
     `save` raises torch's `CheckpointException` on all ranks, with a `CkptError` of at least one rank in `failures`:
 
@@ -70,37 +68,37 @@ class CkptWriter(StorageWriter):
         """Write nothing yet.
 
         Args:
-            target: The folder of the checkpoint, which all ranks see under this path. None: the `checkpoint_id` of
-                `save`, which comes first in any case.
+            target: The folder of the checkpoint, which all ranks see under this path, or a URL such as
+                `s3://bucket/run/step-1000`. None: the `checkpoint_id` of `save`, which comes first in any case.
             step: The step of the run. None: what the state dict states (`step`, `train_state.step`).
             codec: `auto`: store values without loss in fewer bytes. None: as they are.
         """
         self._target, self._step, self._codec = target, step, codec
-        self._stage: _StagedFolder | None = None
+        self._unpublished: UnpublishedSave | None = None
         self._form: StateDictForm | None = None
         self._paths: dict[str, Steps] = {}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it can be a path."""
-        return isinstance(checkpoint_id, (str, os.PathLike)) and "://" not in os.fspath(checkpoint_id)
+        """Whether it can be a path or a URL."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save, to `checkpoint_id` unless it is None. Removes what a save that failed has left."""
         if checkpoint_id is not None:
             self._target = checkpoint_id
-        if self._stage is not None:
-            self._stage.close()
-        self._stage = None
+        if self._unpublished is not None:
+            self._unpublished.close()
+        self._unpublished = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Check the target. Raises `InvalidArgumentError` if none is given, `UnsupportedError` for a store."""
+        """Check the target. Raises `InvalidArgumentError` if none is given, `UnsupportedError` for a chain."""
         if self._target is None:
             raise InvalidArgumentError("no target is given", hint="Pass it to CkptWriter, or as checkpoint_id.")
         target = target_path(self._target)
-        if is_remote(target) or target.suffix == ".chain":
+        if is_chain(target):
             raise UnsupportedError(
-                "dcp.save writes into a folder",
+                "dcp.save writes single checkpoints, and no members of chains",
                 where=str(target),
                 hint="Use ckpt_training.Saver, or `ckpt append` later.",
             )
@@ -122,17 +120,18 @@ class CkptWriter(StorageWriter):
             item.index.fqn for plan in plans for item in plan.items if item.type is not WriteItemType.BYTE_IO
         )
         self._form = form_of(self._paths, list(tensors))
-        target = Path(os.path.abspath(target_path(self._target or "")))
-        self._stage = _StagedFolder(target)
-        self._stage.begin()
+        target = target_path(self._target or "")
+        self.reset()  # after a save that failed, torch does not
+        self._unpublished = begin_save(target if is_remote(target) else Path(os.path.abspath(target)), len(plans))
+        weakref.finalize(self, self._unpublished.close)
         params = self._form.params_keys(self._paths)
         return [
             replace(
                 plan,
                 storage_data=_RankPlan(
-                    str(self._stage.data),
+                    self._unpublished.folder,
                     number,
-                    self._stage.token,
+                    self._unpublished.save,
                     {
                         item.index.fqn: self._form.places[item.index.fqn]
                         for item in plan.items
@@ -154,28 +153,30 @@ class CkptWriter(StorageWriter):
             for item in plan.items
             if item.type is WriteItemType.BYTE_IO
         }
-        receipt = _write_pack(plan.items, planner, own, self._codec)
+        receipt, tag = write_pack(own.folder, lambda folder: _write(folder, plan.items, planner, own, self._codec))
+        data = receipt.to_bytes()
         future = Future[list[WriteResult]]()
-        future.set_result([WriteResult(MetadataIndex(""), len(receipt), (receipt, json.dumps(values)))])
+        future.set_result([WriteResult(MetadataIndex(""), len(data), (data, tag, json.dumps(values)))])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint, if all parts of all tensors are there. Runs on the coordinator."""
-        stage, form = self._stage, self._form
-        assert stage is not None
+        unpublished, form = self._unpublished, self._form
+        assert unpublished is not None
         assert form is not None
+        target = Path(unpublished.folder)
         try:
-            receipts, values = list[PackReceipt](), dict[str, Value]()
+            receipts, tags, values = list[PackReceipt](), list[str](), dict[str, Value]()
             for result in results:
-                receipt, text = result[0].storage_data
-                receipts.append(PackReceipt.from_bytes(receipt, stage.data))
-                values |= {key: decode(value, stage.data) for key, value in json.loads(text).items()}
+                receipt, tag, text = result[0].storage_data
+                receipts.append(PackReceipt.from_bytes(receipt, target))
+                tags.append(tag)
+                values |= {key: decode(value, target) for key, value in json.loads(text).items()}
             values |= {key: tensor_name(place) for key, place in form.places.items() if place.is_extra}
-            assemble(stage.data, receipts, self._notes(form, values, len(results)))
-            stage.publish()
+            unpublished.publish(receipts, tags, self._notes(form, values, len(results)))
         finally:
-            stage.close()
-            self._stage = None
+            unpublished.close()
+            self._unpublished = None
 
     def _notes(self, form: StateDictForm, values: Mapping[str, Value], world: int) -> CheckpointNotes:
         extras = nested(form.extras(values, self._paths), self._paths, Path(str(self._target)))
@@ -194,6 +195,7 @@ class _RankPlan:
     """What a rank has to know to write its pack."""
 
     folder: str
+    """As `UnpublishedSave.folder`."""
     number: int
     save: str
     places: Mapping[str, TensorPlace]
@@ -205,54 +207,10 @@ class _RankPlan:
     has_optimizer: bool
 
 
-@dataclass(eq=False)
-class _StagedFolder:
-    """The folder of a save that is not published yet."""
-
-    target: Path
-    token: str = field(default_factory=lambda: uuid.uuid4().hex)
-    _stack: ExitStack = field(default_factory=ExitStack)
-
-    @property
-    def folder(self) -> Path:
-        return staging_folder(self.target)
-
-    @property
-    def data(self) -> Path:
-        return self.folder / f"data-{self.token}"
-
-    def begin(self) -> None:
-        """Make the folder, with a lock. Raises `OutputError` if the target exists, `LockedError`."""
-        if os.path.lexists(self.target):
-            raise OutputError("the target exists", where=self.target, hint="Choose another target for each save.")
-        try:
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            make_staging(self.folder, self.target)
-            os.close(os.open(self.folder / LOCK, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-            self._stack.enter_context(hold(FolderPlace(self.folder), LOCK, self.target))
-            (self.data / "packs").mkdir(parents=True)
-        except OSError as error:
-            raise OutputError(f"the folder cannot be made: {error.strerror}", where=self.target) from error
-
-    def publish(self) -> None:
-        """Rename the data to the target, which appears whole. Raises `OutputError`."""
-        FolderPlace(self.folder, is_own=True).create(PUBLISHED, b"")
-        try:
-            rename_new(self.data, self.target)
-        except FileExistsError:
-            raise OutputError("the target exists", where=self.target) from None
-        flush(self.target.parent)
-
-    def close(self) -> None:
-        """Remove the folder, and end the lock."""
-        remove_staging(self.folder)
-        self._stack.close()
-
-
-def _write_pack(
-    items: Sequence[WriteItem], planner: SavePlanner, own: _RankPlan, codec: Literal["auto"] | None
-) -> bytes:
-    """Write the tensors of a rank, and return the receipt."""
+def _write(
+    folder: Path, items: Sequence[WriteItem], planner: SavePlanner, own: _RankPlan, codec: Literal["auto"] | None
+) -> PackReceipt:
+    """Write the tensors of a rank below a folder, and return the receipt."""
     trained = {*own.stepped, *_names_in_groups(planner, own.params)}
     numbers: dict[tuple[Any, ...], int] = {}
     boxes: list[tuple[TensorPlace, WriteItem, dict[str, str]]] = []
@@ -273,15 +231,13 @@ def _write_pack(
     with ExitStack() as stack:
         values = None if codec is None else Path(stack.enter_context(TemporaryDirectory())) / "values"
         rank_boxes = [_box(place, item, states, own, trained) for place, item, states in boxes]
-        pack = stack.enter_context(
-            RankPack(Path(own.folder), own.number, rank_boxes, save=own.save, codec=codec, values=values)
-        )
+        pack = stack.enter_context(RankPack(folder, own.number, rank_boxes, save=own.save, codec=codec, values=values))
         for item, number, state in order:
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, torch.Tensor)
             array = as_array(tensor.detach().cpu().contiguous())
             pack.add(number, state, 0, memoryview(array.reshape(-1).view(np.uint8).data))
-        return pack.finish().to_bytes()
+        return pack.finish()
 
 
 def _box(
