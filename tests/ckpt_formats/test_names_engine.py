@@ -30,6 +30,8 @@ CLOSE = 1e-5
 """Logits are about 1 to 5, and other choices of any family change them by 1e-3 or more: see the last test."""
 TRANSLATED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gpt2")
 RANDOM_MODELS = [name for name in names(1) if name.rpartition("-")[0] in TRANSLATED]
+SPLIT = {"llama-1-even": "--tp 2 --pp 2", "mixtral-0-even": "--tp 2 --ep 2 --etp 1"}
+"""Models of even sizes, and the ranks over which they are resharded."""
 CHOICES = {
     "llama_wide_heads": {"rope_theta": 10000.0},
     "llama_tied_linear": {"rope_scaling": None},
@@ -82,7 +84,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     NAME.back is that translation translated back by Megatron's arguments alone.
     """
     out = tmp_path_factory.mktemp("there")
-    known = [*MODELS, *RANDOM_MODELS]
+    known = [*MODELS, *RANDOM_MODELS, *SPLIT]
     run_script(JOBS / "hf_jobs" / "save_models.py", [str(out), *known], 2)
     jobs = []
     for name in known:
@@ -95,6 +97,21 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (out / "jobs.json").write_text(json.dumps(jobs))
     run_script(JOBS / "megatron_jobs" / "logits.py", ["load", str(out / "jobs.json")], 3)
     return out
+
+
+@pytest.fixture(scope="module")
+def split(there: Path) -> Path:
+    """What Megatron core computes on several ranks, of our translations resharded."""
+    jobs = []
+    for name, options in SPLIT.items():
+        source, target = there / f"{name}.megatron", there / f"{name}.split"
+        done = CliRunner().invoke(cli, ["reshard", str(source), str(target), *options.split()])
+        assert done.exit_code == 0, done.stderr
+        (folder,) = target.glob("iter_*")
+        jobs.append({"folder": str(folder), "logits": str(there / f"{name}.split.pt")})
+    (there / "split.json").write_text(json.dumps(jobs))
+    run_script(JOBS / "megatron_jobs" / "logits.py", ["split", str(there / "split.json")], len(jobs))
+    return there
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +142,12 @@ def test_transformers_computes_what_megatron_does(name: str, megatron: Path, loa
 def test_megatron_computes_what_transformers_does(name: str, there: Path) -> None:
     ours, theirs = torch.load(there / f"{name}.megatron.pt"), torch.load(there / f"{name}.pt")
     assert ours.shape == theirs.shape
+    assert (ours - theirs).abs().max() < CLOSE
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_megatron_computes_the_same_on_several_ranks(name: str, split: Path) -> None:
+    ours, theirs = torch.load(split / f"{name}.split.pt"), torch.load(split / f"{name}.pt")
     assert (ours - theirs).abs().max() < CLOSE
 
 

@@ -18,17 +18,27 @@ TOKENS = 64
 
 
 def model(name: str) -> Entries:
-    """The entries of a model: one of `MODELS`, or `FAMILY-SEED` for a random model of a family."""
+    """The entries of a model: one of `MODELS`, or `FAMILY-SEED` for a random model of a family.
+
+    `FAMILY-SEED-even` is one whose sizes are doubled, so that two ranks can share all that is split.
+    """
     if name in MODELS:
         return MODELS[name]
-    family, _, seed = name.rpartition("-")
-    rng = random.Random(name)
-    return {"model_type": family, "initializer_range": 0.1, **RANDOM[family](rng), "seed": int(seed)}
+    family, seed, *even = name.split("-")
+    entries = {"model_type": family, "initializer_range": 0.1, **RANDOM[family](random.Random(name)), "seed": int(seed)}
+    return {key: 2 * value if even and key in _SPLIT else value for key, value in entries.items()}
 
 
 def names(count: int, first: int = 0) -> list[str]:
     """`count` random models of each family."""
     return [f"{family}-{seed}" for family in RANDOM for seed in range(first, first + count)]
+
+
+_SPLIT = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
+    *("shared_expert_intermediate_size", "n_embd", "n_head", "n_inner"),
+}
 
 
 def common(rng: random.Random, head_dims: tuple[int, ...] = (8, 12, 16)) -> Entries:

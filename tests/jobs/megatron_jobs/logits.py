@@ -3,6 +3,7 @@
 `logits.py save OUT`: of each of `FAMILIES`, a legacy checkpoint OUT/NAME and OUT/NAME.logits.pt.
 `logits.py load JOBS`: each job of the JSON list is `{"weights", "logits"}`: a legacy file of one rank, and where to
 write what the model of its arguments computes with its weights.
+`logits.py split JOBS`: each job is `{"folder", "logits"}`: the folder of one step, whose ranks load their own files.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
@@ -42,6 +46,7 @@ def config_of(args: argparse.Namespace) -> TransformerConfig:
     activation = quick_gelu if getattr(args, "quick_geglu", False) else torch.nn.functional.silu
     fields |= {
         "num_moe_experts": args.num_experts,
+        "pipeline_dtype": args.params_dtype if hasattr(args, "params_dtype") else None,
         "layernorm_epsilon": getattr(args, "norm_epsilon", args.layernorm_epsilon),
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
         "gated_linear_unit": gated,
@@ -64,7 +69,7 @@ def config_of(args: argparse.Namespace) -> TransformerConfig:
 
 
 def model_of(args: argparse.Namespace) -> GPTModel:
-    """The model that megatron.training would build of these arguments, with plain layers."""
+    """The stage of this rank of the model that megatron.training would build of these arguments, in plain layers."""
     config = config_of(args)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
     model = GPTModel(
@@ -72,6 +77,8 @@ def model_of(args: argparse.Namespace) -> GPTModel:
         spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
@@ -83,14 +90,24 @@ def model_of(args: argparse.Namespace) -> GPTModel:
     return model.eval()
 
 
-def logits_of(model: GPTModel) -> torch.Tensor:
+def logits_of(model: GPTModel) -> torch.Tensor | None:
+    """What the whole model computes, on the last stage; None on others. Stages hand on what they have."""
     tokens = torch.tensor(INPUT)
     count, length = tokens.shape
     positions = torch.arange(length).expand(count, length)
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
     with torch.no_grad():
-        logits: torch.Tensor = model(tokens, positions, mask)
-    return logits
+        if not model.pre_process:
+            received = torch.empty(length, count, model.config.hidden_size)
+            dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank())
+            model.set_input_tensor([received])
+        result = model(tokens, positions, mask).contiguous()
+        if not model.post_process:
+            dist.send(result, parallel_state.get_pipeline_model_parallel_next_rank())
+            return None
+    parts = [torch.empty_like(result) for _ in range(model.config.tensor_model_parallel_size)]
+    dist.all_gather(parts, result, parallel_state.get_tensor_model_parallel_group())
+    return torch.cat(parts, -1)
 
 
 def save(out: Path) -> None:
@@ -111,7 +128,9 @@ def save(out: Path) -> None:
         }
         torch.save(root, folder / "model_optim_rng.pt")
         (out / name / "latest_checkpointed_iteration.txt").write_text("2")
-        torch.save(logits_of(model)[..., : args.vocab_size + 1], out / f"{name}.logits.pt")
+        logits = logits_of(model)
+        assert logits is not None
+        torch.save(logits[..., : args.vocab_size + 1], out / f"{name}.logits.pt")
 
 
 def in_plain_layers(name: str) -> str:
@@ -120,29 +139,72 @@ def in_plain_layers(name: str) -> str:
     return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 
+def load_strictly(model: GPTModel, root: dict[str, Any]) -> None:
+    weights = {in_plain_layers(name): tensor for name, tensor in root["model"].items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    left = [name for name in missing if not name.endswith("_extra_state")]
+    tied = [] if root["args"].untie_embeddings_and_output_weights else ["output_layer.weight"]
+    assert (left, unexpected) in (([], []), (tied, []), ([], tied)), (left, unexpected)
+
+
 def load(jobs: Path) -> None:
     for job in json.loads(jobs.read_text()):
         root = torch.load(job["weights"], weights_only=False)
         model = model_of(root["args"])
-        weights = {in_plain_layers(name): tensor for name, tensor in root["model"].items()}
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-        left = [name for name in missing if not name.endswith("_extra_state")]
-        tied = [] if root["args"].untie_embeddings_and_output_weights else ["output_layer.weight"]
-        assert (left, unexpected) in (([], []), (tied, []), ([], tied)), (job, left, unexpected)
+        load_strictly(model, root)
         torch.save(logits_of(model), job["logits"])
 
 
-def run(what: str, path: Path) -> None:
-    parallel_state.initialize_model_parallel(1, 1)
+def load_own(job: dict[str, str], args: argparse.Namespace) -> None:
+    """As one of the ranks that the arguments state."""
+    join(args)
+    numbers = [f"{parallel_state.get_tensor_model_parallel_rank():02d}"]
+    if args.pipeline_model_parallel_size > 1:
+        numbers.append(f"{parallel_state.get_pipeline_model_parallel_rank():03d}")
+    if args.expert_model_parallel_size > 1:
+        numbers.append(f"{parallel_state.get_expert_model_parallel_rank():03d}")
+    file = Path(job["folder"]) / "_".join(["mp_rank", *numbers]) / "model_optim_rng.pt"
+    root = torch.load(file, weights_only=False)
+    model = model_of(root["args"])
+    load_strictly(model, root)
+    logits = logits_of(model)
+    if logits is not None and dist.get_rank() == dist.get_world_size() - 1:
+        torch.save(logits, job["logits"])
+
+
+def split(jobs: Path) -> None:
+    for job in json.loads(jobs.read_text()):
+        file = min(Path(job["folder"]).rglob("model_optim_rng.pt"))
+        args = torch.load(file, weights_only=False, mmap=True)["args"]
+        ranks.run(args.world_size, partial(load_own, job, args), jobs.parent / "logs", 120, ranks.join_torch)
+
+
+def join(args: argparse.Namespace | None = None) -> None:
+    degrees = ("tensor_model_parallel", "pipeline_model_parallel", "expert_model_parallel", "expert_tensor_parallel")
+    sizes = {f"{one}_size": getattr(args, f"{one}_size", 1) for one in degrees}
+    parallel_state.initialize_model_parallel(**sizes)
     tensor_parallel.random.initialize_rng_tracker(use_cudagraphable_rng=False)
     # Dropout is off, so nothing is drawn from CUDA's random states, which are not there.
-    tensor_parallel.get_cuda_rng_tracker().fork = lambda *_: nullcontext()
+    for module in (tensor_parallel, tensor_parallel.random):
+        module.get_cuda_rng_tracker().fork = lambda *_: nullcontext()
     moe_utils.te_general_gemm = None  # asked for, but never defined, where Transformer Engine is not installed
-    {"save": save, "load": load}[what](path)
 
 
-if __name__ == "__main__":
+def alone(work: Callable[[Path], None], path: Path) -> None:
+    join()
+    work(path)
+
+
+def main() -> None:
     without_cuda.pretend()
     torch.set_num_threads(1)
     path = Path(sys.argv[2])
-    ranks.run(1, partial(run, sys.argv[1], path), path.parent / "logs", 300, ranks.join_torch)
+    if sys.argv[1] == "split":
+        split(path)
+    else:
+        work = partial(alone, {"save": save, "load": load}[sys.argv[1]], path)
+        ranks.run(1, work, path.parent / "logs", 300, ranks.join_torch)
+
+
+if __name__ == "__main__":
+    main()
