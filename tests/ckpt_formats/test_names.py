@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Array, ArrayBlob, Tensor, read
-from ckpt_formats.core.views import split_stack, strided
+from ckpt_formats.core.views import split_stack
 from ckpt_formats.names.tables import parse, table_for, tables
 from ckpt_formats.names.transforms import TRANSFORMS, ModelSizes
 from held import boxes, shapes
@@ -112,22 +112,6 @@ def test_any_block_of_what_was_stacked_is_read_alone(data: st.DataObject) -> Non
         box: Box = data.draw(boxes(piece.shape))
         assert not list(layer.problems())
         assert np.array_equal(read(layer.crop(box)), piece[box.index])
-
-
-@given(st.data(), st.integers(1, 3), st.integers(1, 4))
-def test_any_block_of_every_so_many_th_row_is_read_alone(data: st.DataObject, rows: int, step: int) -> None:
-    whole = np.arange(rows * step * 5).reshape(-1, 5)
-    for start in range(step):
-        actual, piece = strided(of(whole), start, step), whole[start::step]
-        box: Box = data.draw(boxes(piece.shape))
-        assert np.array_equal(read(actual), piece)
-        assert np.array_equal(read(actual.crop(box)), piece[box.index])
-
-
-@pytest.mark.parametrize("shape", [(), (7, 2)])
-def test_rows_that_do_not_come_so_many_at_a_time_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(UnsupportedError, match="not divisible by 3"):
-        strided(of(np.zeros(shape)), 0, 3)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (1, 2)])

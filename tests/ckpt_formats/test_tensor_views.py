@@ -13,7 +13,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Array, Tensor, read
+from ckpt_formats.core.tensor import Tensor, read
 from ckpt_formats.core.views import (
     LayersBlob,
     permuted,
@@ -23,16 +23,7 @@ from ckpt_formats.core.views import (
     unstacked,
     unstacked_all,
 )
-from held import STORABLE, array, arrays, bits, boxes, folder, lay, scattered, shapes, tensor
-
-
-def assert_shows(view: Tensor, values: Array, data: st.DataObject) -> None:
-    """All of it is the array, and so are a block of it and a block of that."""
-    for _ in range(3):
-        assert list(view.problems()) == []
-        assert bits(read(view)) == bits(values)
-        box = data.draw(boxes(values.shape))
-        view, values = view.crop(box), values[box.index]
+from held import STORABLE, array, arrays, assert_shows, bits, folder, lay, scattered, shapes, tensor
 
 
 @given(st.data())

@@ -236,3 +236,12 @@ def states(steps: int, elements: int = DEFAULT_ELEMENTS + 9) -> Iterator[Checkpo
             parameters.append(parameter(name, {"master": w, "model": copy, "exp_avg": m}, step=step))
         parameters.append(parameter("odd", {"model": np.arange(7, dtype=np.int8)}, "buffer"))
         yield checkpoint(parameters, (Group({"lr": 1e-4}, tuple(shapes)),), origin=Origin("held", None, step))
+
+
+def assert_shows(view: Tensor, values: Array, data: st.DataObject) -> None:
+    """All of it is the array, and so are a block of it and a block of that."""
+    for _ in range(3):
+        assert list(view.problems()) == []
+        assert bits(read(view)) == bits(values)
+        box = data.draw(boxes(values.shape))
+        view, values = view.crop(box), values[box.index]

@@ -9,7 +9,7 @@ Source: torchtune `_checkpointer`, `models.convert_weights`.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value, is_natural
-from ckpt_formats.core.views import concatenated, rows_of, strided
+from ckpt_formats.core.views import halves_of_rotary
 from ckpt_formats.engines.hf import HuggingFace
 from ckpt_formats.engines.hf.read import HAS_RECIPE
 from ckpt_formats.engines.torch_folder import TorchFolder
@@ -218,6 +218,4 @@ def _even_rows_first(tensor: Tensor, heads: int) -> Tensor:
     """The rows of each head reordered: the even rows, then the odd ones. `tensor`: (rows, ...)."""
     if heads < 1 or not tensor.shape or tensor.shape[0] % (2 * heads):
         raise UnsupportedError(f"{list(tensor.shape[:1])} rows cannot be those of {heads} heads")
-    rows = tensor.shape[0] // heads
-    each: Sequence[Tensor] = [rows_of(tensor, [(i * rows, (i + 1) * rows)]) for i in range(heads)]
-    return concatenated([strided(head, start, 2) for head in each for start in (0, 1)])
+    return halves_of_rotary(tensor, heads)
