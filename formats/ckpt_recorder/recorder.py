@@ -373,7 +373,7 @@ class Recorder:
                     self.step += 1  # overflow of fp16: the engine counts the step, but its optimizer did nothing
                     self._record(RankRecording.record_nothing, self.step)
                     self._observe("forward")
-                if self.step != before:
+                if self.step != before or counted is None:  # a step that is skipped, and not counted, is noted, too
                     self.note(**self._run.notes())
                 return result
 

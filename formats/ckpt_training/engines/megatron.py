@@ -72,6 +72,7 @@ def megatron_run(model: Any, optimizer: Any) -> TrackedRun:
         model_shards=lambda: _model_shards(together, list(places.values()), wrappers, names.full),
         refresh=lambda: _refresh(wrappers),
         notes=lambda: _scaler_notes(every),
+        after_step=(optimizer, "step") if any(_dynamic_scaler(one) is not None for one in every) else None,
         set_notes=lambda notes: _set_scalers(every, notes),
         unstated_notes=lambda notes: _unstated_scalers(every, notes),
     )

@@ -90,6 +90,7 @@ KINDS = {
         Kind("megatron_tied", "megatron", pp=2, megatron="gpt_tied_pp2", chains=BARE),
         Kind("megatron_plain", "megatron", tp=2, megatron="llama_tp2_plain", chains=BARE),
         Kind("megatron_experts", "megatron", 2, megatron="moe_ep2"),
+        Kind("megatron_fp16", "megatron", dtype="fp16", megatron="llama_fp16", chains=BARE),
         Kind("zero0", "deepspeed", 2, chains=BARE),
         Kind("zero1", "deepspeed", 2, stage=1),
         Kind("zero1_fp32_sums", "deepspeed", 2, stage=1, fp32_sums=True, optimizer="sgd", chains=BASED),
@@ -103,10 +104,6 @@ KINDS = {
 }
 
 LOADED = {
-    kind.name: kind
-    for kind in (
-        Kind("megatron_fp16", "megatron", dtype="fp16", megatron="llama_fp16"),
-        Kind("megatron_experts_fp16", "megatron", 2, dtype="fp16", megatron="moe_ep2_fp16"),
-    )
+    kind.name: kind for kind in (Kind("megatron_experts_fp16", "megatron", 2, dtype="fp16", megatron="moe_ep2_fp16"),)
 }
 """Kinds that are saved and loaded, but not recorded."""
