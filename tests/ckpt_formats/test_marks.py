@@ -69,11 +69,12 @@ NAMES = [
     "random_states_0.pkl",
     "adapter_config.json",
     "x.npz",
+    "x.gguf",
     "model/pp_00/tp_00/sdp_00.pt",
     "pp_00/tp_00/sdp_00.pt",
 ]
-STARTS = (b"", b"PK\x03\x04", b"\x80\x02", b"\x81\xa1a", b"\xde\x00\x01\xa1a", b"{}", bytes(257) + b"ustar")
-"""How files begin: empty, a zip archive, a pickle, dicts of MessagePack, JSON, a tar."""
+STARTS = (b"", b"PK\x03\x04", b"\x80\x02", b"\x81\xa1a", b"\xde\x00\x01\xa1a", b"{}", b"GGUF", bytes(257) + b"ustar")
+"""How files begin: empty, a zip archive, a pickle, dicts of MessagePack, JSON, GGUF, a tar."""
 TOGETHER = [["mp_rank_00/model_optim_rng.pt", "latest_checkpointed_iteration.txt"], [".metadata", "common.pt"]]
 TOGETHER += [["modules.json", "1_Pooling/config.json"], ["model.safetensors", "config.json"], ["x.bin", "optimizer.pt"]]
 TOGETHER += [["pytorch_model_fsdp_0/.metadata", "scheduler.pt"], ["model_rank0.pt", "model_rank1.pt"]]

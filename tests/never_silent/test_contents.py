@@ -50,7 +50,6 @@ CONTENTS = {
     "zstd": b"\x28\xb5\x2f\xfd" + bytes(40),
     "tar": tar(),
     "HDF5": b"\x89HDF\r\n\x1a\n" + bytes(100),
-    "GGUF": b"GGUF\3\0\0\0" + bytes(100),
     "ONNX": b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:\x10" + bytes(100),
     "array of NumPy": b"\x93NUMPY\1\0" + bytes(100),
     "arrays of NumPy": zipped("a.npy", method=zipfile.ZIP_BZIP2),

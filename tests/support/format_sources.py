@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt.job import save
+from ckpt_formats.containers.gguf import BLOCK_TYPES, header_bytes, placed
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
 from damage import SAMPLES
@@ -71,6 +72,14 @@ def _fsdp_ranks(target: Path) -> Path:
     )
 
 
+def _gguf(target: Path) -> Path:
+    values = {"general.architecture": "llama", "llama.block_count": np.uint32(1)}
+    tensors = placed([(name, BLOCK_TYPES["F32"], tuple(one.shape)) for name, one in WEIGHTS.items()], 32)
+    data = [one.numpy().tobytes().ljust(-(-4 * one.numel() // 32) * 32, b"\0") for one in WEIGHTS.values()]
+    target.with_suffix(".gguf").write_bytes(header_bytes(values, tensors) + b"".join(data))
+    return target.with_suffix(".gguf")
+
+
 def _numpy(target: Path) -> Path:
     np.savez(target.with_suffix(".npz"), **{name: one.numpy() for name, one in WEIGHTS.items()})
     return target.with_suffix(".npz")
@@ -124,6 +133,7 @@ MAKE: dict[str, Callable[[Path], Path]] = {
     "dcp": sample("dcp-2.13-fsdp2-w2"),
     "safetensors": converted("safetensors", ".safetensors"),
     "flax": converted("flax", ".msgpack"),
+    "gguf": _gguf,
     "numpy": _numpy,
     "stable-baselines3": _stable_baselines3,
     "tar": _tar,

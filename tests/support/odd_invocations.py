@@ -109,7 +109,7 @@ ODD: dict[str, Odd] = {
     "an empty folder": Odd("inspect EMPTY", 10, ("EMPTY", "it is empty")),
     "a configuration": Odd("inspect config.json", 10, ("config.json",)),
     "arrays of NumPy": Odd("inspect weights.npz", 22, ("weights.npz", "NumPy", "savez_compressed")),
-    "a GGUF file": Odd("inspect model.gguf", 22, ("model.gguf", "GGUF")),
+    "a GGUF file": Odd("inspect model.gguf", 20, ("model.gguf", "tensors")),
     "an HDF5 file": Odd("inspect model.h5", 22, ("model.h5", "HDF5")),
     "an ONNX file": Odd("inspect model.onnx", 22, ("model.onnx", "ONNX")),
     "a page in place of a file": Odd("inspect x.safetensors", 20, ("x.safetensors", "HTML")),
@@ -138,7 +138,7 @@ ODD: dict[str, Odd] = {
     "a target that is the source": Odd("convert a.pt a.pt", 30, ("a.pt", "exists already")),
     "a target in no folder": Odd("convert a.pt no/where/out", 30, ("no/where", "does not exist")),
     "a target within the source": Odd("convert run run/out", 30, ("inside the source",)),
-    "a target of another kind": Odd("convert a.pt out.gguf", 22, (".gguf", "--to")),
+    "a target of another kind": Odd("convert a.pt out.onnx", 22, (".onnx", "--to")),
     "states in a folder of weights": Odd(
         "convert run out --to safetensors --with-optimizer", 22, ("single file", ".safetensors")
     ),

@@ -58,10 +58,6 @@ _KNOWN: tuple[tuple[re.Pattern[bytes], Content], ...] = tuple(
             Content("holds HDF5, as Keras and TensorFlow save weights, which is not read", _AS_SAFETENSORS),
         ),
         (
-            rb"GGUF",
-            Content("holds weights of llama.cpp (GGUF), most often quantised, which are not read", _AS_SAFETENSORS),
-        ),
-        (
             rb"(ggml|ggjt|ggla|lmgg|tjgg)",
             Content("holds weights of llama.cpp (GGML), which are not read", _AS_SAFETENSORS),
         ),

@@ -75,6 +75,7 @@ FORMATS: dict[str, ListedFormat] = {
         "ckpt_formats.engines.flax:Flax",
         Marks(("flax_model.msgpack", "flax_model.msgpack.index.json"), (), ("*.msgpack",), _DICT_OF_MSGPACK),
     ),
+    "gguf": ListedFormat("ckpt_formats.engines.gguf:Gguf", Marks((), (), ("*.gguf",), re.compile(rb"GGUF"))),
     "numpy": ListedFormat(
         "ckpt_formats.engines.npz:NumPy",
         Marks((), (), ("*.npz",), re.compile(rb"PK\x03\x04.{26}[^\0]{1,255}?\.npy", re.DOTALL)),

@@ -15,6 +15,7 @@ ENDINGS = {
     ".ckpt": "torch",
     ".ucp": "universal",
     ".msgpack": "flax",
+    ".gguf": "gguf",
 }
 """Formats by the ending of a single file."""
 SINGLE_UNIVERSAL = ".ucp"
@@ -27,7 +28,6 @@ _OF_OTHERS = {
     ".h5": "HDF5",
     ".hdf5": "HDF5",
     ".keras": "Keras",
-    ".gguf": "llama.cpp's GGUF",
     ".ggml": "llama.cpp's GGML",
     ".onnx": "ONNX",
     ".pb": "TensorFlow",

@@ -9,11 +9,13 @@ from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.text import printable
 
+_GGUF = "a model of llama.cpp (GGUF)"
 _KINDS = (
     (r".*\.h5|.*\.hdf5|.*\.keras", "weights of Keras or TensorFlow (HDF5)"),
     (r".*\.ckpt\.(index|meta)|.*\.data-\d{5}-of-\d{5}|saved_model\.pb|.*\.tflite", "a checkpoint of TensorFlow"),
     (r"manifest\.ocdbt|_CHECKPOINT_METADATA|\.zarray|.*\.orbax-checkpoint.*", "a checkpoint of Orbax (JAX)"),
-    (r".*\.gguf|ggml-.*\.bin", "weights of llama.cpp (GGUF), most often quantised"),
+    (r".*\.gguf", _GGUF),
+    (r"ggml-.*\.bin", "weights of llama.cpp (GGML)"),
     (r".*\.onnx|.*\.onnx_data", "a graph of ONNX"),
     (r".*\.npz", "an archive of NumPy"),
     (r".*\.npy", "an array of NumPy"),
@@ -28,6 +30,7 @@ _KINDS = (
 _HINTS = {
     "an archive of NeMo": "It is a compressed tar archive: unpack it, and name the file of weights in it.",
     "an archive": "Unpack it, and name the folder of the checkpoint.",
+    _GGUF: "Name the file: by itself, it is read.",
     "an archive of NumPy": "Name the file: by itself, it is read.",
     "an array of NumPy": "Save the arrays as safetensors: safetensors.numpy.save_file.",
 }
@@ -50,7 +53,7 @@ def check_file(path: Path) -> None:
         from ckpt_formats.containers.contents import check_content  # only what is not read needs it
 
         check_content(head, path)
-    if kind is not None:
+    if kind is not None and kind != _GGUF:
         raise UnsupportedError(f"{kind}, which is not read", where=printable(str(path)), hint=_HINTS.get(kind, _HINT))
 
 

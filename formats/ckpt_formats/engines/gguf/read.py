@@ -1,0 +1,60 @@
+"""A `.gguf` file as a checkpoint: its tensors by their names in llama.cpp, its values as the extra `gguf`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckpt_formats.containers.gguf import GgufFile, GgufTensor, read_header
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Origin, Parameter, SourceFile
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import IncompleteError
+from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.tensor import FileBlob, Tensor
+from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.core.values import Value
+
+VALUES = "gguf"
+"""The extra that has the values of a file's header: a dict."""
+_SPLIT = "split.count"
+
+
+def read_model(path: Path) -> Checkpoint:
+    """The model in a file. Raises as `read_header`, and `IncompleteError` for one file of several."""
+    file = read_header(path)
+    if (count := _count(file.values.get(_SPLIT))) > 1:
+        raise IncompleteError(
+            f"is one of the {count:,} files of a model", where=path, hint="Join them first: llama-gguf-split --merge."
+        )
+    parameters = {one.name: Parameter(one.name, "parameter", {MODEL: _tensor(file, one)}) for one in file.tensors}
+    return Checkpoint(
+        path=path,
+        origin=Origin("llama.cpp"),
+        parameters=parameters,
+        extras={VALUES: dict(file.values)},
+        files=(SourceFile(path, file.nbytes, "model"),),
+        notices=tuple(_notices(file)),
+    )
+
+
+def _count(value: Value) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return 0
+
+
+def _tensor(file: GgufFile, one: GgufTensor) -> Tensor:
+    at, kind = file.data + one.offset, one.type
+    if kind.dtype is not None:
+        return Tensor.of(FileBlob.packed(file.path, at, one.shape, kind.dtype))
+    rows = (*one.shape[:-1], one.shape[-1] // kind.values * kind.nbytes)
+    return Tensor.of(FileBlob.packed(file.path, at, rows, DTYPES["uint8"]))
+
+
+def _notices(file: GgufFile) -> Iterator[Notice]:
+    kinds = dict.fromkeys(one.type.name for one in file.tensors if one.type.dtype is None)
+    for kind in kinds:
+        names = tuple(one.name for one in file.tensors if one.type.name == kind)
+        yield Notice(f"blocks of {kind} are read as bytes, not as numbers", names, Weight.UNSURE)
+    if file.unread_nbytes:
+        text = f"{format_nbytes(file.unread_nbytes)} follow the last tensor of {printable(file.path.name)}: not read"
+        yield Notice(text, weight=Weight.LOST)
