@@ -31,7 +31,9 @@ from ckpt_formats.core.tensor import ArrayBlob, Fragment, Tensor, read
 from ckpt_formats.engines.megatron import MegatronLegacy
 from ckpt_formats.engines.megatron.shared.buffers import BufferItem, fill, fit
 from ckpt_formats.engines.megatron.shared.merge import LocalCopy, merge_copies
+from ckpt_formats.engines.megatron.shared.module_order import ModuleOrder
 from ckpt_formats.engines.megatron.shared.names import Naming
+from ckpt_formats.engines.megatron.shared.rules import with_stored_sizes
 from ckpt_formats.engines.megatron.shared.stages import even_stages, from_layout_string, uneven_stages
 from ckpt_formats.engines.megatron.torch_dist.optimizer import unflattened
 from ckpt_formats.engines.megatron.torch_dist.read import tensors_by_name
@@ -522,3 +524,30 @@ def _change(folder: Path, change: Any) -> None:
     assert isinstance(root["args"], argparse.Namespace)
     change(root)
     torch.save(root, file)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "split"),
+    [("q", 6, True), ("q", 12, False), ("kv", 10, True), ("kv", 20, False), ("kv", 5, None)],
+)
+def test_stored_shapes_tell_whether_ranks_split_down_projections(name: str, rows: int, split: bool | None) -> None:
+    sizes = {"q_rank": 12, "kv_rank": 17, "rope_dim": 3}
+    shapes = [(f"decoder.layers.1.self_attention.linear_{name}_down_proj.weight", (rows, 32))]
+    assert with_stored_sizes(sizes, shapes, tp=2).get("cut_down_proj") == (None if split is None else int(split))
+
+
+def test_shared_experts_have_the_width_of_their_tensors_unless_it_is_stated() -> None:
+    shapes = [("mtp.layers.0.transformer_layer.mlp.shared_experts.linear_fc2.weight", (32, 14))]
+    assert with_stored_sizes({}, shapes, tp=3)["shared_ffn"] == 42
+    assert with_stored_sizes({"shared_ffn": 40}, shapes, tp=3)["shared_ffn"] == 40
+
+
+def test_latent_attention_of_transformer_engine_has_norms_inside_up_projections() -> None:
+    layer = "decoder.layers.0"
+    saved = ["linear_q_down_proj.weight", "linear_q_up_proj.layer_norm_weight", "linear_q_up_proj.weight"]
+    saved += ["linear_kv_down_proj.weight", "linear_kv_up_proj.layer_norm_weight", "linear_kv_up_proj.weight"]
+    names = [Naming().plain(f"{layer}.self_attention.{name}") for name in saved]
+    assert names[1::3] == [f"{layer}.self_attention.{name}_layernorm.weight" for name in ("q", "kv")]
+    norm, prediction = f"{layer}.input_layernorm.weight", ["mtp.layers.0.eh_proj.weight"]
+    order = ModuleOrder(fused_norms=True, latent=True)
+    assert order.ordered(sorted([*names, norm, *prediction])) == [norm, *names, *prediction]

@@ -32,6 +32,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "experts to ep2, plain": ("moe", "zero", {"ep": 2, "dp": 2, "distributed": False}, "--ep 2 --zero 0"),
     "plain to distributed": ("llama_tp2_plain", "plain", {"pp": 2, "distributed": True}, "--pp 2 --zero 1"),
     "wrapped to one rank": ("llama_uneven", "fully", {"pp": 1, "more": {}}, "--pp 1"),
+    "deepseek to tp2": (
+        "deepseek_vpp_ep2",
+        "dp",
+        {"tp": 2, "pp": 1, "vpp": None, "ep": 1, "dp": 1},
+        "--tp 2 --pp 1 --ep 1 --dp 1",
+    ),
 }
 """A kind, how it is saved, what is other about the new run, and how to say so."""
 OLD = sorted({kind for kind, *_ in CASES.values()})
@@ -96,6 +102,8 @@ PAIRS: dict[tuple[str, str], str] = {
     ("gpt_tied/dp", "gpt_tied_tp2/fully"): "--tp 2",
     ("moe/legacy", "moe_ep2/fully"): "--ep 2 --to megatron",
     ("moe_ep2/dp", "moe/fully"): "--ep 1 --dp 1",
+    ("deepseek_vpp_ep2/legacy", "deepseek_tp2_pp2/fully"): "--vpp 1 --tp 2 --ep 1 --dp 1 --to megatron",
+    ("deepseek_tp2_pp2/dp", "deepseek/fully"): "--tp 1 --pp 1",
 }
 """Runs that differ in how they are cut and saved, and perhaps in their values."""
 

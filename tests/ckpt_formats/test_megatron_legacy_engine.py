@@ -46,6 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts to ep4, plain": ("moe", {"ep": 4, "dp": 4, "distributed": False}, "--ep 4 --zero 0"),
     "experts to tp2": ("moe_ep2", {"ep": 1, "dp": 1, "tp": 2}, "--ep 1 --tp 2 --dp 1"),
     "experts, ep2 to ep2 pp2": ("moe_ep2", {"pp": 2}, "--pp 2"),
+    "deepseek to vpp2 ep2": ("deepseek_tp2_pp2", {"tp": 1, "vpp": 2, "ep": 2, "dp": 2}, "--tp 1 --vpp 2 --ep 2 --dp 2"),
 }
 """A kind, what is other about the new run, and how to say so."""
 

@@ -23,6 +23,36 @@ GPT: dict[str, Any] = {
     "normalization": "LayerNorm",
 }
 MOE: dict[str, Any] = {**LLAMA, "num_layers": 2, "num_moe_experts": 4, "moe_router_topk": 2}
+DEEPSEEK: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "qk_layernorm": True,
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 48,
+    "qk_head_dim": 12,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 8,
+    "rope_type": "rope",
+    "rotary_scaling_factor": 1.0,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_layer_freq": [0, 1, 1, 1],
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "allgather",
+    "mtp_num_layers": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -72,4 +102,7 @@ KINDS: dict[str, Kind] = {
     "gpt_dp3_buckets": Kind(GPT, dp=3, bucket=3000, vocabulary=75, truth="gpt"),
     "moe": Kind(MOE),
     "moe_ep2": Kind(MOE, ep=2, dp=2),
+    "deepseek": Kind(DEEPSEEK),
+    "deepseek_tp2_pp2": Kind(DEEPSEEK, tp=2, pp=2),
+    "deepseek_vpp_ep2": Kind(DEEPSEEK, pp=2, vpp=2, ep=2, dp=2),
 }

@@ -99,7 +99,8 @@ def logits_of(kind: Kind, models: list[Any]) -> torch.Tensor | None:
                 received = torch.empty(length, len(INPUT), hidden)
                 torch.distributed.recv(received, group=group, group_src=(place - 1) % kind.pp)
                 model.set_input_tensor([received.to(next(model.parameters()).dtype)])
-            logits = model(INPUT, positions, mask).float().contiguous()
+            compute = partial(with_predictions, model) if getattr(model, "mtp", None) is not None else model
+            logits = compute(INPUT, positions, mask).float().contiguous()
             if place + 1 < places:
                 torch.distributed.send(logits, group=group, group_dst=(place + 1) % kind.pp)
     if stage != kind.pp - 1 or logits is None:
@@ -107,6 +108,20 @@ def logits_of(kind: Kind, models: list[Any]) -> torch.Tensor | None:
     parts = [torch.empty_like(logits) for _ in range(kind.tp)]
     torch.distributed.all_gather(parts, logits, parallel_state.get_tensor_model_parallel_group())
     return torch.cat(parts, -1) if tp == 0 and parallel_state.get_data_parallel_rank() == 0 else None
+
+
+def with_predictions(model: Any, tokens: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    """The logits of a model with layers for multi-token prediction: theirs, then its own, one behind the other.
+
+    Megatron computes theirs only for labels, and returns a loss then.
+    """
+    computed: list[torch.Tensor] = []
+    hook = model.output_layer.register_forward_hook(lambda *call: computed.append(call[2][0].transpose(0, 1)))
+    model.compute_language_model_loss = lambda labels, logits: torch.zeros(labels.shape)
+    model(tokens, *inputs, labels=tokens)
+    hook.remove()
+    assert len(computed) == 1 + model.config.mtp_num_layers
+    return torch.cat(computed, 1)
 
 
 def without_draws() -> None:

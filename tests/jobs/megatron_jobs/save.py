@@ -24,20 +24,40 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from engines import ranks
 from megatron_jobs import without_cuda
 from megatron_jobs.kinds import KINDS, Kind
 
 STEPS = 2
+FURTHER = (
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "qk_layernorm",
+    "moe_layer_freq",
+    "moe_router_enable_expert_bias",
+    "mtp_num_layers",
+)
+"""Fields of the model's configuration that are arguments of the same name. The width of shared experts is left out."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def config_of(kind: Kind) -> TransformerConfig:
-    return TransformerConfig(
+    config_class = MLATransformerConfig if kind.model.get("multi_latent_attention") else TransformerConfig
+    return config_class(
         **kind.model,
         **kind.more,
         tensor_model_parallel_size=kind.tp,
@@ -57,15 +77,46 @@ def config_of(kind: Kind) -> TransformerConfig:
     )
 
 
+def specs_of(kind: Kind, config: TransformerConfig, stage: int | None) -> tuple[Any, Any]:
+    """The plain layers of a model chunk, and those for multi-token prediction."""
+    if not isinstance(config, MLATransformerConfig):
+        experts, norm = kind.model.get("num_moe_experts"), kind.model["normalization"]
+        return get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, normalization=norm), None
+    allow_plain_latent_attention()
+    options = {"use_transformer_engine": False, "vp_stage": stage}
+    layers = get_gpt_decoder_block_spec(config, normalization=kind.model["normalization"], **options)
+    return layers, get_gpt_mtp_block_spec(config, layers, **options)
+
+
+def allow_plain_latent_attention() -> None:
+    """Let Megatron's plain layers have latent attention: their attention core takes no widths of keys and values.
+
+    Megatron asks by `isinstance` for classes that are None without Transformer Engine.
+    """
+    for name in ("TELinear", "TEColumnParallelLinear"):
+        if not isinstance(getattr(multi_latent_attention, name, None), type):
+            setattr(multi_latent_attention, name, type(name, (), {}))
+    first = DotProductAttention.__init__
+    if first.__name__ == "with_widths":
+        return
+
+    def with_widths(
+        self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **options: Any
+    ) -> None:
+        first(self, *args, **options)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    DotProductAttention.__init__ = with_widths
+
+
 def build(kind: Kind, config: TransformerConfig) -> list[GPTModel]:
     """The model chunks of this rank."""
-    spec = get_gpt_layer_local_spec(
-        num_experts=kind.model.get("num_moe_experts"), moe_grouped_gemm=False, normalization=kind.model["normalization"]
-    )
     first, last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
     models = []
     for chunk in range(kind.vpp or 1):
         stage = chunk if kind.vpp else None
+        spec, mtp_spec = specs_of(kind, config, stage)
         model = GPTModel(
             config,
             spec,
@@ -75,6 +126,7 @@ def build(kind: Kind, config: TransformerConfig) -> list[GPTModel]:
             post_process=last(ignore_virtual=False, vp_stage=stage) if kind.vpp else last(),
             share_embeddings_and_output_weights=kind.tied,
             position_embedding_type="learned_absolute" if kind.tied else "rope",
+            mtp_block_spec=mtp_spec,
             vp_stage=stage,
         )
         models.append(model.to(DTYPES[kind.dtype]))
@@ -83,6 +135,8 @@ def build(kind: Kind, config: TransformerConfig) -> list[GPTModel]:
 
 def in_model(name: str, model: GPTModel) -> str:
     """A parameter's name with the number that its layer has in the whole model."""
+    if name.startswith("mtp."):
+        return name
 
     def numbered(match: re.Match[str]) -> str:
         return f"layers.{model.decoder.layers[int(match[1])].layer_number}."
@@ -111,6 +165,10 @@ def fill(models: list[Any], kind: Kind, what: str) -> None:
                 parameter.main_grad.copy_(values) if hasattr(parameter, "main_grad") else None
             else:
                 parameter.data.copy_(values)
+        for name, buffer in model.named_buffers():
+            if what == "weights" and name.endswith(".expert_bias"):
+                generator = torch.Generator().manual_seed(zlib.crc32(in_model(name, model).encode()))
+                buffer.data = torch.randn(buffer.shape, generator=generator)  # float32, as Megatron maintains it
 
 
 def run(kind: Kind, out: Path) -> None:
@@ -167,7 +225,9 @@ def trained(kind: Kind, steps: int = STEPS) -> tuple[list[Any], Any, Transformer
 
 def arguments(kind: Kind, config: TransformerConfig) -> argparse.Namespace:
     """What megatron.training would have parsed, as far as it says how things are cut."""
+    latent = {name: kind.model.get(name) for name in FURTHER if name in kind.model}
     return argparse.Namespace(
+        **latent,
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,

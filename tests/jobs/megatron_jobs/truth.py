@@ -31,10 +31,10 @@ def read_truth(file: Path) -> dict[tuple[str, str], Any]:
 
 
 def _apart(name: str, tensor: Any) -> list[tuple[str, Any]]:
-    if not name.startswith("decoder.layers."):
-        return [(name, tensor)]
-    rest = name.removeprefix("decoder.layers.")
-    pairs = [(f"decoder.layers.{i}.{rest}", one) for i, one in enumerate(tensor)]
+    stack = "decoder.layers."
+    stacked = name.startswith(stack) and not name.removeprefix(stack)[0].isdigit()  # layers of several kinds are not
+    layers = [(f"{stack}{i}.{name.removeprefix(stack)}", one) for i, one in enumerate(tensor)] if stacked else []
+    pairs = layers or [(name, tensor)]
     if ".experts.experts." not in name:
         return pairs
     return [

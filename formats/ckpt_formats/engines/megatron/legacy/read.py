@@ -10,7 +10,7 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.megatron.legacy.files import LegacyFiles, RankFile, open_legacy
-from ckpt_formats.engines.megatron.shared.arguments import decayed_norms, sizes_of
+from ckpt_formats.engines.megatron.shared.arguments import decayed_norms, has_mtp, sizes_of
 from ckpt_formats.engines.megatron.shared.distributed_optimizer import (
     buckets_of,
     buffers_of,
@@ -31,7 +31,7 @@ from ckpt_formats.engines.megatron.shared.optimizer_states import (
 )
 from ckpt_formats.engines.megatron.shared.origin import origin_of
 from ckpt_formats.engines.megatron.shared.plain_optimizer import read_plain
-from ckpt_formats.engines.megatron.shared.rules import rules_for
+from ckpt_formats.engines.megatron.shared.rules import rules_for, with_stored_sizes
 from ckpt_formats.engines.megatron.shared.stages import Stages
 from ckpt_formats.state_dicts.statements import Statement, check_agreement
 
@@ -49,8 +49,12 @@ class RankState:
 def read_legacy(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
     """The checkpoint of one iteration, without reading data. `path` is the run or iteration that the user names."""
     legacy = open_legacy(folder)
-    layout = Layout(rules_for(options.rules), sizes_of(legacy.args, legacy.first.root.get("checkpoint_version", 0)))
     chunks = {rank.name: [chunk_of(chunk) for chunk in rank.chunks()] for rank in legacy.ranks}
+    sizes = sizes_of(legacy.args, legacy.first.root.get("checkpoint_version", 0))
+    shapes = (
+        (name, tensor.shape) for all_of in chunks.values() for one in all_of for name, tensor in one.tensors.items()
+    )
+    layout = Layout(rules_for(options.rules), with_stored_sizes(sizes, shapes, legacy.parallel.tp))
     stages = _stages(legacy, chunks)
     ranks = [_rank_state(legacy, rank, chunks[rank.name], stages) for rank in legacy.ranks]
     parameters, aliases = _parameters(legacy, ranks, layout)
@@ -153,7 +157,7 @@ def _distributed(
     buckets = buckets_of(legacy.args, legacy.parallel, file.pp, dp, sum(chunk.numel for chunk in chunks))
     optimizer = OptimizerStates()
     if flat is not None:
-        buffers = buffers_of(chunks, buckets.tied, experts)
+        buffers = buffers_of(chunks, buckets.shared, experts)
         optimizer.states = read_buffers(flat, buffers, buckets, file.optimizer.path)
     listed = saved["optimizer"]["param_groups"]
     named = [((i, n), chunk.tensors[n].shape) for i, chunk in enumerate(chunks) for n in chunk.trained(experts=experts)]
@@ -173,7 +177,9 @@ def _parameters(
     legacy: LegacyFiles, ranks: Sequence[RankState], layout: Layout
 ) -> tuple[dict[str, Parameter], dict[str, str]]:
     """All full parameters, and the other names of tied ones (alias, name)."""
-    parallel, parameters, aliases = legacy.parallel, {}, {}
+    parallel = legacy.parallel
+    parameters: dict[str, Parameter] = {}
+    aliases: dict[str, str] = {}
     copied: dict[str, Parameter] = {}
     for pp in range(parallel.pp):
         stage = [rank for rank in ranks if rank.file.pp == pp]
@@ -190,6 +196,8 @@ def _parameters(
             )
             if name in TIED and is_tied(legacy.args):
                 copied[name] = parameter
+            elif name == WORD_TABLE and name in parameters and has_mtp(legacy.args):
+                parameters[name] = _with_copy(parameters[name], parameter)  # that of multi-token prediction
             elif name in parameters:
                 raise CorruptError(f"`{name}` is on several pipeline stages", where=legacy.path)
             else:
@@ -207,7 +215,7 @@ def _parameters(
 
 
 def _with_copy(table: Parameter, copy: Parameter) -> Parameter:
-    """A tied table with the last stage's copy as a replica, to be compared."""
+    """A shared table with the last stage's copy as a replica, to be compared."""
     states = {
         state: replace(tensor, replicas=(*tensor.replicas, copy.states[state], *copy.states[state].replicas))
         if state in copy.states and copy.states[state].shape == tensor.shape

@@ -102,6 +102,11 @@ def parallel_of(args: Arguments) -> Parallel:
     return Parallel(tp, pp, ep, etp, world // (tp * pp * instances), world // (etp * ep * pp * instances))
 
 
+def has_mtp(args: Arguments) -> bool:
+    """True if the model has layers for multi-token prediction. The last stage then has a copy of the word table."""
+    return bool(args.optional("mtp_num_layers"))
+
+
 def decayed_norms(args: Arguments) -> bool:
     """True if weight decay applies to the norms of queries and keys."""
     return args.flag("apply_wd_to_qk_layernorm")

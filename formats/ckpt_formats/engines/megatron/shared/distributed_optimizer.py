@@ -20,7 +20,7 @@ from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
 from ckpt_formats.core.views import reshaped
-from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
+from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel, has_mtp
 from ckpt_formats.engines.megatron.shared.buffers import (
     ALIGNMENTS,
     BufferItem,
@@ -29,7 +29,8 @@ from ckpt_formats.engines.megatron.shared.buffers import (
     fill,
     fit,
 )
-from ckpt_formats.engines.megatron.shared.model_chunk import ModelChunk, is_shared
+from ckpt_formats.engines.megatron.shared.model_chunk import ModelChunk
+from ckpt_formats.engines.megatron.shared.names import TIED, WORD_TABLE
 from ckpt_formats.engines.megatron.shared.optimizer_states import Key
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
 
@@ -54,8 +55,8 @@ class Buckets:
     """Bucket sizes to try for the first chunk, in elements: releases differ if the user sets none. None: no limit."""
     padding: int
     """A bucket is padded to a multiple of this number of elements."""
-    tied: bool
-    """True if the first and the last stage share an embedding table."""
+    shared: frozenset[str]
+    """The names of the tables that the first and the last stage share. Each has a bucket of its own."""
 
     def limits(self, chunk: int) -> tuple[int | None, ...]:
         """The bucket sizes to try for a chunk, in elements; None stands for no limit."""
@@ -76,7 +77,15 @@ def buckets_of(args: Arguments, parallel: Parallel, stage: int, dp: int, numel: 
         sharing = (parallel.dp, args.number("data_parallel_size", default=parallel.dp))
         sizes = tuple(dict.fromkeys(default_bucket_size(ranks) for ranks in sharing))
     wide = args.flag("ddp_pad_buckets_for_high_nccl_busbw")
-    return Buckets(sizes, lcm(dp, 128, 1 << 16 if wide else 1), is_tied(args) and parallel.pp > 1)
+    return Buckets(sizes, lcm(dp, 128, 1 << 16 if wide else 1), _shared_tables(args, parallel))
+
+
+def _shared_tables(args: Arguments, parallel: Parallel) -> frozenset[str]:
+    if parallel.pp == 1:
+        return frozenset()
+    if has_mtp(args):
+        return frozenset({WORD_TABLE})
+    return frozenset({*TIED, *TIED.values()}) if is_tied(args) else frozenset()
 
 
 def is_tied(args: Arguments) -> bool:
@@ -84,7 +93,7 @@ def is_tied(args: Arguments) -> bool:
     return not args.flag("untie_embeddings_and_output_weights")
 
 
-def buffers_of(chunks: Sequence[ModelChunk], tied: bool, experts: bool | None) -> list[Buffer]:
+def buffers_of(chunks: Sequence[ModelChunk], shared: frozenset[str], experts: bool | None) -> list[Buffer]:
     """The buffers of a rank in Megatron's order: by chunk, then by dtype in the order of first use.
 
     `experts` selects the parameters of experts (True), all others (False), or all (None).
@@ -94,7 +103,7 @@ def buffers_of(chunks: Sequence[ModelChunk], tied: bool, experts: bool | None) -
         by_dtype: dict[str, list[BufferItem]] = {}
         for name in chunk.trained(experts=experts):
             tensor = chunk.tensors[name]
-            item = BufferItem(name, tensor.shape, tied and is_shared(name))
+            item = BufferItem(name, tensor.shape, name in shared)
             by_dtype.setdefault(tensor.dtype.name, []).append(item)
         buffers += [Buffer(number, tuple(items)) for items in by_dtype.values()]
     return buffers

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.megatron.shared.names import TIED, is_buffer, is_expert, is_extra_state, layer_of
+from ckpt_formats.engines.megatron.shared.names import is_buffer, is_expert, is_extra_state, layer_of
 from ckpt_formats.state_dicts.leaves import named_leaves, non_tensor_items, tensor_leaf
 
 
@@ -41,8 +41,3 @@ def chunk_of(state_dict: Mapping[Value, Value]) -> ModelChunk:
         else:
             tensors[name] = tensor_leaf(leaf)
     return ModelChunk(tensors, extra | dict(non_tensor_items(state_dict)))
-
-
-def is_shared(name: str) -> bool:
-    """True if it is a table that the first and the last stage of a tied model share, each with its own copy."""
-    return name in TIED or name in TIED.values()

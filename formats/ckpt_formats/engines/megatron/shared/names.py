@@ -32,6 +32,8 @@ _OTHER_MODEL = re.compile(r"(_?teacher_model|(vision|image|audio|sound)_(model|p
 _FUSED_NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
+    ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
 )
 _EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d+)(\..*)")
 _GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")

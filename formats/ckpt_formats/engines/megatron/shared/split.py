@@ -59,7 +59,8 @@ class RankShards:
         parameters = [LocalParameter(n, local_name(n, layers.start, own.start), *self._shard(n, place)) for n in names]
         if last and target.parallel.pp > 1 and target.shared_table is not None:
             head, table = target.shared_table
-            parameters.append(LocalParameter(head, head, *self._shard(table, place)))
+            copy = LocalParameter(head, head, *self._shard(table, place))
+            parameters.insert(0 if _is_first(head) else len(parameters), copy)
         return parameters
 
     def _shard(self, name: str, place: RankCoords) -> tuple[Parameter, dict[str, Tensor]]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from ckpt_formats.core.claims import MAX_NUMBER
 from ckpt_formats.core.errors import UnsupportedError
@@ -40,8 +41,7 @@ class Stages:
 def stages_of(args: Arguments, pp: int) -> Stages:
     """The stages that the run's arguments state. Raises `UnsupportedError` if the layers cannot be divided so."""
     layers = args.number("num_layers", "encoder_num_layers")
-    drawing = args.record.get("pipeline_model_parallel_layout")
-    drawing = drawing.get("input_data") if isinstance(drawing, Record) else drawing
+    drawing = _drawing_of(args)
     if drawing and pp > 1:
         stages = from_layout_string(drawing, pp)
         if sum(stages.counts) != layers:
@@ -102,13 +102,26 @@ def from_layout_string(layout: str | Sequence[Sequence[str]], pp: int) -> Stages
 
     The layout is a string such as `Et*3|(tt|)*2,m|L`, or for each chunk a list of the kinds of its layers.
     """
-    places = _parsed(layout) if isinstance(layout, str) else [list(map(str, place)) for place in layout]
+    places = _parsed(layout)
     if pp < 1 or len(places) % pp:
         raise UnsupportedError(f"a pipeline layout of {len(places)} chunks cannot be divided over {pp} stages")
     return Stages(tuple(sum(kind in ("t", "decoder") for kind in place) for place in places), pp)
 
 
-def _parsed(layout: str) -> list[list[str]]:
+def has_mtp_elsewhere(args: Arguments) -> bool:
+    """True if a layout string puts layers for multi-token prediction into another chunk than the last."""
+    drawing = _drawing_of(args)
+    return bool(drawing) and any({"m", "mtp"} & set(place) for place in _parsed(drawing)[:-1])
+
+
+def _drawing_of(args: Arguments) -> Any:
+    drawing = args.record.get("pipeline_model_parallel_layout")
+    return drawing.get("input_data") if isinstance(drawing, Record) else drawing
+
+
+def _parsed(layout: str | Sequence[Sequence[str]]) -> list[list[str]]:
+    if not isinstance(layout, str):
+        return [list(map(str, place)) for place in layout]
     flat = _expanded(layout.replace(",", "").replace(" ", ""))
     return [list(part) for part in flat.split("|")]
 

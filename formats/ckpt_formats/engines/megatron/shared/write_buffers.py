@@ -34,7 +34,7 @@ def buffers_file(target: WriteLayout, chunks: Chunks, stage: int, experts: bool 
     buckets = buckets_of(target.args, target.parallel, stage, dp, sum(module.numel for module in modules))
     by_name = [{parameter.local: parameter for parameter in chunk} for chunk in chunks]
     buffers: dict[Value, Value] = {"buckets_coalesced": True}
-    for number, buffer in enumerate(buffers_of(modules, buckets.tied, experts)):
+    for number, buffer in enumerate(buffers_of(modules, buckets.shared, experts)):
         filled = fill(buffer.items, buckets.limits(buffer.chunk)[0], ALIGNMENTS[0])
         states = {state: _flat(by_name[buffer.chunk], buffer, filled, state) for state in STATES}
         dtype = by_name[buffer.chunk][buffer.items[0].name].states[MODEL].dtype.name

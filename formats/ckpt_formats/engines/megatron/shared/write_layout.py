@@ -13,7 +13,7 @@ from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record, Value, is_natural
-from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
+from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel, has_mtp
 from ckpt_formats.engines.megatron.shared.distributed_optimizer import is_tied
 from ckpt_formats.engines.megatron.shared.module_order import ModuleOrder
 from ckpt_formats.engines.megatron.shared.names import (
@@ -27,7 +27,7 @@ from ckpt_formats.engines.megatron.shared.names import (
 )
 from ckpt_formats.engines.megatron.shared.options import LayoutOptions
 from ckpt_formats.engines.megatron.shared.rules import layout_of
-from ckpt_formats.engines.megatron.shared.stages import Stages, even_stages, stages_of
+from ckpt_formats.engines.megatron.shared.stages import Stages, even_stages, has_mtp_elsewhere, stages_of
 
 LAYOUT_STRING = "pipeline_model_parallel_layout"
 _FIRST, _LAST = (f"decoder_{end}_pipeline_num_layers" for end in ("first", "last"))
@@ -59,6 +59,8 @@ class WriteLayout:
     def shared_table(self) -> tuple[str, str] | None:
         """The names on the last and on the first stage of a table that both share, if the source has it once."""
         names = self.source.parameters
+        if has_mtp(self.args) and WORD_TABLE in names:
+            return WORD_TABLE, WORD_TABLE  # multi-token prediction embeds tokens on the last stage
         aliases = [alias for alias in TIED if alias in self.source.aliases]
         # With one stage there is no copy, so nothing in its files has the copy's name.
         aliases += [alias for alias in TIED if is_tied(self.args) and not (aliases or alias == HEAD)]
@@ -71,8 +73,8 @@ class WriteLayout:
 
     @property
     def modules(self) -> ModuleOrder:
-        fused = self.fused_norms and not self.args.flag("multi_latent_attention")
-        return ModuleOrder(fused, self.args.flag("moe_grouped_gemm"))
+        latent = self.args.flag("multi_latent_attention")
+        return ModuleOrder(self.fused_norms, self.args.flag("moe_grouped_gemm"), latent)
 
     @property
     def experts(self) -> int:
@@ -301,7 +303,7 @@ def _stage_arguments(args: Arguments, stages: Stages) -> Mapping[str, Value]:
     ]
     options = next(
         (options for options in candidates if _give_stages(with_arguments(args, options), stages)),
-        {**_EVEN, LAYOUT_STRING: layout_string(stages)},
+        {**_EVEN, LAYOUT_STRING: layout_string(stages, args.number("mtp_num_layers", default=0))},
     )
     state = args.record.state if isinstance(args.record.state, dict) else {}
     return {name: value for name, value in options.items() if value or name in state}
@@ -310,15 +312,17 @@ def _stage_arguments(args: Arguments, stages: Stages) -> Mapping[str, Value]:
 def _give_stages(args: Arguments, stages: Stages) -> bool:
     """True if these arguments give these stages."""
     try:
-        return stages_of(args, stages.pp) == stages
+        return stages_of(args, stages.pp) == stages and not has_mtp_elsewhere(args)
     except UnsupportedError:
         return False
 
 
-def layout_string(stages: Stages) -> str:
+def layout_string(stages: Stages, prediction: int = 0) -> str:
     """The stages as a layout string. E is the embedding, t a layer, L the loss.
 
-    >>> layout_string(Stages((1, 3, 0), 3))
-    'Et|ttt|L'
+    `prediction` is the number of layers for multi-token prediction, m.
+
+    >>> layout_string(Stages((1, 3, 0), 3), 1)
+    'Et|ttt|mL'
     """
-    return "E" + "|".join("t" * count for count in stages.counts) + "L"
+    return "E" + "|".join("t" * count for count in stages.counts) + "m" * prediction + "L"

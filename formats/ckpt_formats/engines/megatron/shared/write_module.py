@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ckpt_formats.core.values import StdDict, Value
+from ckpt_formats.engines.megatron.shared.distributed_optimizer import is_tied
 from ckpt_formats.engines.megatron.shared.names import HEAD, expert_of, is_extra_state, layer_of
 from ckpt_formats.engines.megatron.shared.split import LocalParameter, RankCoords, home, local_name
 from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
@@ -12,7 +13,9 @@ from ckpt_formats.engines.megatron.shared.write_optimizer import computed_weight
 from ckpt_formats.state_dicts.extras import tensors_for_names
 
 _SUFFIX = "._extra_state"
-_LINEAR = re.compile(r"(.*\.linear_(?:proj|qkv|fc1|fc2|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj))\.weight")
+_LINEAR = re.compile(
+    r"(.*\.(?:eh_proj|linear_(?:proj|qkv|fc1|fc2|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj)))\.weight"
+)
 _BEFORE_CORE = ("language_model", "word_embeddings_for_head", "lm_head", "binary_head")
 
 
@@ -68,7 +71,7 @@ def _expected(target: WriteLayout, place: RankCoords, number: int, tensors: Mapp
     """The names of the extra states that Megatron's layers expect. Without fp8 these states are empty."""
     names = [f"{match[1]}{_SUFFIX}" for name in tensors if (match := _LINEAR.fullmatch(name))]
     # The last stage has an output layer even if it uses the table of the embedding.
-    tied = target.shared_table is not None and target.shared_table[0] == HEAD
+    tied = target.shared_table is not None and (target.shared_table[0] == HEAD or is_tied(target.args))
     headed = HEAD in tensors or (tied and home(target, HEAD) == (place.pp, number))
     return names + [HEAD.replace(".weight", _SUFFIX)] * headed
 

@@ -17,9 +17,14 @@ from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
 
 Experts = Literal["single", "grouped", "joined"]
 
-_NORM = re.compile(r"(.*\.layers\.\d+\.)(input_layernorm|pre_mlp_layernorm)\.(weight|bias)")
+_NORM = re.compile(r"(.*\.layers\.\d+\.(?:.*\.)?)((?:q|kv|input|pre_mlp)_layernorm)\.(weight|bias)")
 _EXPERT = re.compile(r"(?P<layer>.*\.experts)\.local_experts\.(?P<expert>\d+)\.(?P<part>linear_fc[12])\.(?P<kind>.*)")
-_INSIDE = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
+_INSIDE = {
+    "input_layernorm": "self_attention.linear_qkv",
+    "pre_mlp_layernorm": "mlp.linear_fc1",
+    "q_layernorm": "linear_q_up_proj",
+    "kv_layernorm": "linear_kv_up_proj",
+}
 
 
 def expert_storage(target: WriteLayout) -> Experts:

@@ -7,11 +7,11 @@ rank are computed from the model's tensors, the layout rules and the stages. The
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.layout import Layout, split
 from ckpt_formats.core.tensor import Tensor, ZeroBlob, with_replicas
 from ckpt_formats.core.values import Value
-from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel
+from ckpt_formats.engines.megatron.shared.arguments import Arguments, Parallel, has_mtp
 from ckpt_formats.engines.megatron.shared.distributed_optimizer import (
     Buffer,
     buckets_of,
@@ -39,9 +39,13 @@ class BufferedModel:
     weights: Mapping[str, Tensor]
 
     @property
-    def tied_copy(self) -> bool:
-        """True if the last stage has a copy of the embedding table that the checkpoint does not store."""
-        return is_tied(self.args) and self.parallel.pp > 1 and WORD_TABLE in self.weights and HEAD not in self.weights
+    def copy_name(self) -> str | None:
+        """The last stage's name of its copy of the word table, which the checkpoint does not store; None: no copy."""
+        if self.parallel.pp == 1 or WORD_TABLE not in self.weights:
+            return None
+        if has_mtp(self.args):
+            return WORD_TABLE
+        return HEAD if is_tied(self.args) and HEAD not in self.weights else None
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,8 @@ def states_of(model: BufferedModel, items: SplitItems) -> dict[str, dict[str, Te
             )
         chunks = [_chunk(model, rank, v, separate_experts) for v in range(model.stages.chunks)]
         for (_, name), rank_states in _read(model, rank, chunks, items, separate_experts).items():
-            target = copied if name == HEAD and model.tied_copy else shards.setdefault(name, {})
+            is_copy = name == model.copy_name and rank.pp == model.parallel.pp - 1
+            target = copied if is_copy else shards.setdefault(name, {})
             target[rank.shard] = LocalCopy(rank_states)
     if odd := sorted(groups.keys() - {(rank.chain, rank.index) for rank in _ranks(model.parallel, separate_experts)}):
         raise CorruptError(
@@ -121,10 +126,11 @@ def _chunk(model: BufferedModel, rank: ReplicaGroup, chunk: int, separate_expert
     names = [n for n in model.weights if not is_buffer(n) and _is_in_chunk(n, layers, first, last)]
     if separate_experts:
         names = [n for n in names if is_expert(n) == bool(rank.chain) and (not rank.chain or expert_of(n) in own)]
-    if last and model.tied_copy:
-        names.append(HEAD)
-    fused = model.args.text("transformer_impl") not in ("local", None) and not model.args.flag("multi_latent_attention")
-    modules = ModuleOrder(fused, model.args.flag("moe_grouped_gemm"))
+    if last and model.copy_name is not None and not rank.chain:
+        names.append(model.copy_name)
+    fused = model.args.text("transformer_impl") not in ("local", None)
+    latent = model.args.flag("multi_latent_attention")
+    modules = ModuleOrder(fused, model.args.flag("moe_grouped_gemm"), latent)
     return ModelChunk({name: _local(model, name, rank.shard) for name in modules.ordered(names)}, {})
 
 
@@ -132,15 +138,11 @@ def _is_in_chunk(name: str, layers: range, first: bool, last: bool) -> bool:
     layer = layer_of(name)
     if layer is not None:
         return layer in layers
-    if name.startswith("mtp."):
-        raise UnsupportedError(
-            "the optimizer's states have no names, and the order of multi-token prediction layers (mtp) is not known"
-        )
     return first if name.startswith("embedding.") else last
 
 
 def _local(model: BufferedModel, name: str, shard: int) -> Tensor:
-    weight = model.weights[WORD_TABLE if name == HEAD and model.tied_copy else name]
+    weight = model.weights[WORD_TABLE if name == model.copy_name else name]
     degree = model.parallel.etp if is_expert(name) else model.parallel.tp
     nothing = Tensor.of(ZeroBlob(weight.shape, weight.dtype))
     if degree == 1:
@@ -154,7 +156,7 @@ def _read(
     group = (rank.chain, rank.index)
     dp = model.parallel.expert_dp if rank.chain else model.parallel.dp
     buckets = buckets_of(model.args, model.parallel, rank.pp, dp, sum(chunk.numel for chunk in chunks))
-    buffers: list[Buffer] = buffers_of(chunks, buckets.tied, None)
+    buffers: list[Buffer] = buffers_of(chunks, buckets.shared, None)
     if group not in items.buckets:
         return read_buffers(items.objects[group]["param_state"], buffers, buckets, model.args.where)
     buckets_saved: dict[Value, Value] = {}

@@ -19,7 +19,7 @@ MIXED = "non_homogeneous_layers"
 """The entry of `content_metadata` that states that each layer has its own keys."""
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.*)")
-_NORM = re.compile(r"(.*\.layers\.\d+\.(?:.*\.)?)(input_layernorm|pre_mlp_layernorm)\.(weight|bias)")
+_NORM = re.compile(r"(.*\.layers\.\d+\.(?:.*\.)?)((?:q|kv|input|pre_mlp)_layernorm)\.(weight|bias)")
 _LATENT = "self_attention.linear_kv_up_proj.weight"
 
 
@@ -113,6 +113,10 @@ class Keys:
         if match is None:
             return name
         layer, norm, kind = match.groups()
+        if norm in ("q_layernorm", "kv_layernorm"):  # of latent attention: Megatron has no common key for both places
+            up = f"{layer}linear_{norm.removesuffix('_layernorm')}_up_proj"
+            inside = self.target.fused_norms and f"{up}.weight" in self.target.source.parameters
+            return f"{up}.layer_norm_{kind}" if inside else name
         attention = norm == "input_layernorm"
         projection = layer + ("self_attention.linear_qkv" if attention else "mlp.linear_fc1")
         has = self.target.source.parameters

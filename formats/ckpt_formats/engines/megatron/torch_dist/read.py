@@ -31,7 +31,7 @@ from ckpt_formats.engines.megatron.shared.names import (
 )
 from ckpt_formats.engines.megatron.shared.optimizer_states import members, options_of, without_states
 from ckpt_formats.engines.megatron.shared.origin import origin_of
-from ckpt_formats.engines.megatron.shared.rules import rules_for
+from ckpt_formats.engines.megatron.shared.rules import rules_for, with_stored_sizes
 from ckpt_formats.engines.megatron.shared.stages import Stages, stages_of
 from ckpt_formats.engines.megatron.torch_dist.buffers import BufferedModel, states_of
 from ckpt_formats.engines.megatron.torch_dist.files import DistFiles, open_dist, shard_of
@@ -48,9 +48,9 @@ _SINGLE_EXPERT = re.compile(r"(.*\.experts)\.experts\.(\d+)(\..*)")
 def read_dist(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
     """The checkpoint of one iteration, without reading data. `path` is the run or iteration that the user names."""
     dist = open_dist(folder)
-    layout = Layout(rules_for(options.rules), sizes_of(dist.args))
     items = split_items(dist.tensors, dist.objects)
     weights = tensors_by_name(items.model)
+    layout = Layout(rules_for(options.rules), _sizes(dist, weights))
     others = tuple(dict.fromkeys(other for name in weights if (other := other_model(name)) is not None))
     for name, tensor in weights.items():
         is_value_head = name == HEAD and tensor.shape[:1] == (1,)  # of a critic or a reward model
@@ -89,6 +89,19 @@ def read_dist(path: Path, folder: Path, options: ReadOptions) -> Checkpoint:
         notices=(*dist.notices, *_of_others(others), *without_states(parameters, groups)),
         layout=layout,
     )
+
+
+def _sizes(dist: DistFiles, weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """The model's sizes, from the arguments and the tensors."""
+    sizes = with_stored_sizes(sizes_of(dist.args), ((name, tensor.shape) for name, tensor in weights.items()))
+    if dist.parallel.tp == 1:
+        return sizes
+    shards = [
+        (name, (block.stop[0] - block.start[0], *tensor.shape[1:]))
+        for name, tensor in weights.items()
+        if tensor.fragments and tensor.shape and (block := tensor.fragments[0].box)
+    ]
+    return with_stored_sizes(sizes, shards, dist.parallel.tp)
 
 
 def _of_others(others: tuple[str, ...]) -> tuple[Notice, ...]:
