@@ -140,10 +140,10 @@ def _needed(
     source: Checkpoint, current: Naming | None, naming: Naming, config: Mapping[str, Any] | None, chosen: bool
 ) -> Naming | None:
     """The names that the format needs, if they differ from the current ones and can be derived; else None."""
-    from ckpt_formats.names.from_arguments import ARGUMENTS
-    from ckpt_formats.names.tables import table_for
+    from ckpt_formats.names.arguments import ARGUMENTS
+    from ckpt_formats.names.tables import family_of
 
-    known = config is not None and table_for(config) is not None
+    known = config is not None and family_of(config) is not None
     if naming == "hf":
         translatable = chosen or known or isinstance(source.extras.get(ARGUMENTS), Record)
         return "hf" if current in _MEGATRON and translatable else None

@@ -26,7 +26,7 @@ from ckpt.publishing.retention import KeepSteps
 from ckpt_formats.core.arguments import Count, checked
 from ckpt_formats.core.dtypes import SHORT_NAMES
 from ckpt_formats.core.errors import CkptError, IncompleteError, InvalidArgumentError, UnsupportedError
-from ckpt_formats.names.tables import table_for
+from ckpt_formats.names.tables import family_of
 from ckpt_formats.universal.published.model import MAX_FILE
 from ckpt_formats.universal.published.records import ObjectRef
 from ckpt_training import ranks
@@ -148,7 +148,7 @@ class Publisher:
                     f"the Hugging Face names of a {type(self._run.model).__name__} are not known",
                     hint='Pass names="as-is", or files={"config.json": PATH} with the configuration of its model.',
                 )
-            if names == "hf" and config is not None and table_for(config) is None:
+            if names == "hf" and config is not None and family_of(config) is None:
                 _check_conversions(self._run.model)
         self._weights = agree_on_weights(self._run, dtype, names, config)
         is_signed = signing_key is not None

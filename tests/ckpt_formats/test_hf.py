@@ -560,7 +560,13 @@ def test_names_that_fit_are_left_alone(tmp_path: Path) -> None:
     assert remarks == ""
 
 
-MIXTRAL = {"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 1}
+MIXTRAL = {
+    "model_type": "mixtral",
+    "num_hidden_layers": 1,
+    "num_local_experts": 1,
+    "hidden_size": 2,
+    "intermediate_size": 3,
+}
 
 
 def running_mixtral(experts: int) -> Checkpoint:
@@ -568,7 +574,8 @@ def running_mixtral(experts: int) -> Checkpoint:
     layer = "model.layers.0."
     linear = {f"{layer}self_attn.{x}_proj.weight": np.ones((2, 2)) for x in "qkvo"}
     norms = {f"{layer}{x}_layernorm.weight": np.ones(2) for x in ("input", "post_attention")}
-    ends = {f"{name}.weight": np.ones(2) for name in ("model.embed_tokens", "model.norm", "lm_head")}
+    ends = {f"{name}.weight": np.ones((2, 2)) for name in ("model.embed_tokens", "lm_head")}
+    ends["model.norm.weight"] = np.ones(2)
     stacks = {
         f"{layer}mlp.gate.weight": np.ones((experts, 2)),
         f"{layer}mlp.experts.gate_up_proj": np.arange(experts * 12.0).reshape(experts, 6, 2),
@@ -595,7 +602,7 @@ def test_stacks_of_experts_are_taken_apart(experts: int, tmp_path: Path) -> None
 
 def test_a_stack_of_another_number_of_experts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL | {"num_local_experts": 2}))
-    with pytest.raises(UnsupportedError, match="stack of 2"):
+    with pytest.raises(CorruptError, match=r"\[3, 2\], but the model's sizes give \[2, 2\]"):
         write(running_mixtral(3), tmp_path / "out", config=tmp_path / "config.json")
 
 

@@ -18,7 +18,7 @@ from ckpt_formats.core.edits import cast
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Record, TensorName
-from ckpt_formats.names.tables import table_for
+from ckpt_formats.names.config import configured_model
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
@@ -90,15 +90,14 @@ def test_a_saved_model_is_read_bit_for_bit(part: str, name: str, samples: Path) 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_tables_know_the_names_of_a_model_in_its_own_order(name: str, samples: Path) -> None:
     config = say(samples / "models" / name, "config.json")
-    table = table_for(config)
-    assert table is not None
-    expected, tie, model = table.expected_names(config), table.tie(config), truth(samples, name)
-    assert expected is not None
+    configured = configured_model(config)
+    assert configured is not None
+    tie, model = configured.tie, truth(samples, name)
     assert bool(tie) == (model["state"].keys() > set(model["names"]))
-    if name == "mixtral":  # which has other names in memory than in files
-        assert set(expected) == set(load_file(samples / "models" / name / "model.safetensors"))
-    else:
-        assert [n for n in expected if tie is None or n != tie.alias] == model["names"]
+    in_files, in_memory = configured.names("hf"), configured.names("hf_memory")
+    assert [n for n in in_memory or () if tie is None or n != tie.alias] == model["names"]
+    files = load_file(samples / "models" / name / "model.safetensors")
+    assert {n for n in in_files or () if tie is None or n != tie.alias} == set(files)
 
 
 def test_shards_of_torch_are_read_by_their_index(samples: Path) -> None:

@@ -1,12 +1,15 @@
-"""Tensor names of well-known models in Hugging Face's libraries and in Megatron core, and translation between them.
+"""Tensor names of models in the libraries that train them, and translation between these.
 
-The tables of names are data: a TOML file for each family in this folder.
+Tables are data, in this folder. Atoms are the matrices and vectors of models (`atoms.toml`); dialects say how a library
+names and packs them (`dialects/`); hyperparameters are the numbers and options of models (`hyperparameters.toml`);
+families say which values and names are those of one kind of model (`families/`).
 
-table           the form of a table; tables: the tables in this folder
-transforms      the changes of shape that tables name, as views
-architecture    the sizes and options of a model; config: as a config.json; from_arguments, to_arguments: as Megatron's
-family          the table that fits the tensors of a checkpoint
-describe        the model in a checkpoint: its configuration and arguments, checked against each other
-renames         a checkpoint under other names; legacy: names from before Megatron core
-translate       the whole translation: `to_hf`, `to_megatron`, `to_core`, `to_legacy`; the shapes must fit
+expressions      the language of shapes and conditions; packings: trees that only move elements, as views
+tables           reads the tables
+hyperparameters  of a model, from what a library states, and back
+config           those in a config.json; arguments: those in the arguments of Megatron
+model            the stored tensors of a model in a dialect
+describe         the model in a checkpoint: its configuration and arguments, checked against each other
+renames          a checkpoint under other names; legacy: names from before Megatron core
+translate        the whole translation: `to_hf`, `to_megatron`, `to_core`, `to_legacy`; the shapes must fit
 """

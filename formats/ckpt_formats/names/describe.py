@@ -1,6 +1,7 @@
 """Describe the model in a checkpoint with Megatron core's names: by its configuration, or by its run's arguments."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,22 +12,26 @@ from ckpt_formats.core.errors import IncompleteError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record
-from ckpt_formats.names.architecture import Architecture
-from ckpt_formats.names.config import CONFIG, of_config, to_config
-from ckpt_formats.names.family import KNOWN, Family, families_of, pattern_of
-from ckpt_formats.names.from_arguments import ARGUMENTS, of_arguments, true_vocabulary
-from ckpt_formats.names.table import Table
-from ckpt_formats.names.tables import table_for
+from ckpt_formats.names.arguments import ARGUMENTS, arguments_for, compared, true_vocabulary, values_of
+from ckpt_formats.names.config import CONFIG, checked_values, differing, is_preferred, model_of, to_config
+from ckpt_formats.names.expressions import names_of
+from ckpt_formats.names.hyperparameters import Values
+from ckpt_formats.names.model import Model
+from ckpt_formats.names.tables import Family, blocks, dialect, families, family_of
 
+COMPUTED = re.compile(r"(?:.*\.)?rotary_pos_emb\.inv_freq")
+"""Tensors that old versions of Megatron save, although all versions compute them."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 _WORD_TABLE = "embedding.word_embeddings.weight"
+_MAX_NAMES = 3
 
 
 @dataclass(frozen=True)
 class ModelDescription:
     """A model, its family, its configuration, and notices about how they were determined."""
 
-    model: Architecture
-    table: Table
+    model: Model
+    family: Family
     config: Mapping[str, Any]
     notices: tuple[Notice, ...] = ()
 
@@ -77,36 +82,51 @@ def weights_dtype(source: Checkpoint) -> str | None:
     return next((weight.dtype.name for weight in weights), None)
 
 
+def pattern_of(name: str) -> str:
+    """The name with `{}` for each number.
+
+    >>> pattern_of("decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight")
+    'decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight'
+    """
+    return _NUMBER.sub("{}", name)
+
+
+def known_families() -> str:
+    """The families, as text for hints."""
+    return f"Known are {', '.join(family.name for family in families())}: see `ckpt formats --families`."
+
+
 def _by_config(config: Mapping[str, Any], record: Record | None, where: Path) -> ModelDescription:
-    table = table_for(config)
-    if table is None:
+    family = family_of(config)
+    if family is None:
         kind = printable(str(config.get("model_type")))[:60]
-        raise UnsupportedError(f"the Megatron names of models of type {kind} are not known", where=where, hint=KNOWN)
-    model = of_config(config, table, where)
-    if record is None:
-        return ModelDescription(model, table, config)
-    names = {pattern_of(line.names[0]) for line in table.lines(config) or ()}
-    other = of_arguments(record, table, names, model.vocabulary, model, where)
-    differing = tuple(model.differences(other))
-    notice = Notice("config.json and the run's arguments differ", differing, Weight.UNSURE)
-    return ModelDescription(model, table, config, (notice,) if differing else ())
+        raise UnsupportedError(
+            f"the Megatron names of models of type {kind} are not known", where=where, hint=known_families()
+        )
+    values = checked_values(config, family, where)
+    notices: tuple[Notice, ...] = ()
+    if record is not None and (differing_values := compared(values, record, where)):
+        notices = (Notice("config.json and the run's arguments differ", differing_values, Weight.UNSURE),)
+    return ModelDescription(model_of(family, values), family, config, notices)
 
 
 def _by_arguments(source: Checkpoint, record: Record, partial: bool) -> ModelDescription:
     names = [name for name, parameter in source.parameters.items() if parameter.role != "extra"]
-    families = families_of(names, source.aliases, partial=partial)
     rows = _rows(source, record)
     known = true_vocabulary(record, rows)
-    family, model = _chosen(families, record, rows if known is None else known, source.path)
-    config = to_config(model, family.table, family.flags, weights_dtype(source))
-    notices = [Notice(f"config.json is created from the run's arguments: a {family.table.family} model")]
+    vocabulary = rows if known is None else known
+    values = values_of(record, names, vocabulary, partial=partial, where=source.path)
+    _check_names(Model(values), names, source, partial)
+    family = _family_of(values, source.path)
+    config = to_config(values, family, weights_dtype(source))
+    notices = [Notice(f"config.json is created from the run's arguments: a {family.name} model")]
     if known is None:
         text = (
             f"the true size of the vocabulary is not known: all {rows} rows are kept, including padding. State it with "
             "a rule (vocabulary = N), or with --config"
         )
         notices.append(Notice(text, weight=Weight.UNSURE))
-    return ModelDescription(model, family.table, config, tuple(notices))
+    return ModelDescription(model_of(family, values), family, config, tuple(notices))
 
 
 def _rows(source: Checkpoint, record: Record) -> int:
@@ -117,31 +137,73 @@ def _rows(source: Checkpoint, record: Record) -> int:
     return rows
 
 
-def _chosen(families: Sequence[Family], record: Record, vocabulary: int, where: Path) -> tuple[Family, Architecture]:
-    """The one of several families that the arguments describe, and its model.
+def _check_names(model: Model, names: Sequence[str], source: Checkpoint, partial: bool) -> None:
+    """Raise `UnsupportedError` if the tensors are of other kinds than those of the model that the arguments describe.
 
-    A Mistral has the tensors of a Llama, but a sliding window. Raises `UnsupportedError` if no or several families
-    match.
+    Kinds, because a kind of which only some layers are missing is an incomplete file.
     """
-    attempts = [(family, _try_arguments(family, record, vocabulary, where)) for family in families]
-    matches = [(family, model) for family, model in attempts if isinstance(model, Architecture)]
-    if not matches:
-        raise next(error for _, error in attempts if isinstance(error, UnsupportedError))
-    windowed = [match for match in matches if "window" in match[0].table.config]
-    plain = [match for match in matches if match not in windowed]
-    fitting = windowed if matches[0][1].window is not None else plain or windowed
+    present = {*map(pattern_of, (*names, *source.aliases))}
+    stored, tie = model.stored("megatron"), model.tie("megatron")
+    known = {pattern_of(name) for one in stored for name in one.names}
+    missing = dict.fromkeys(
+        pattern_of(one.names[0])
+        for one in stored
+        if not present & set(map(pattern_of, one.names)) and not (tie and one.names[0] == tie.alias)
+    )
+    problems = list(_listed("lacks", sorted(present - known)))
+    if not partial:
+        problems += _listed("also has", sorted(missing))
+    if problems:
+        raise UnsupportedError(
+            f"the run's arguments describe a model that {' and '.join(problems)}",
+            where=source.path,
+            hint="Leave out tensors that the model does not need with --skip; other formats keep Megatron's names.",
+        )
+
+
+def _listed(verb: str, names: Sequence[str]) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        stated = ", ".join(sorted({entry for name in names for entry in _arguments_of(name)}))
+        by = f" (see the arguments {stated})" if stated else ""
+        yield f"{verb} {', '.join(f'`{printable(name)}`' for name in names[:_MAX_NAMES])}{more}{by}"
+
+
+def _arguments_of(pattern: str) -> Iterator[str]:
+    """The arguments on which the tensors of a name depend."""
+    rules = [rule for rule in dialect("megatron").rules if any(_fits(name, pattern) for name in rule.names)]
+    atoms = {atom for rule in rules for atom in rule.atoms}
+    for block in blocks():
+        if atoms & block.atoms.keys():
+            yield from (arguments_for(name) for name in names_of(block.when) if name != "layer")
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return pattern.endswith(pattern_of(re.sub(r"\{\w+\}", "0", name)))
+
+
+def _family_of(values: Values, where: Path) -> Family:
+    """The family that can state these hyperparameters. Raises `UnsupportedError` if there is none, or several."""
+    misfits = {family.name: differing(values, family) for family in families()}
+    fitting = [family for family in families() if not misfits[family.name] and is_preferred(values, family)]
     if len(fitting) == 1:
         return fitting[0]
-    family_names = ", ".join(family.table.family for family, _ in matches)
-    kinds = "those of several families" if fitting else "with a sliding window, those of"
+    if fitting:
+        raise UnsupportedError(
+            f"the model may be of several families: {', '.join(family.name for family in fitting)}",
+            where=where,
+            hint="Name the model's config.json with --config.",
+        )
+    name, nearest = min(misfits.items(), key=lambda item: len(item[1]))
+    stated = "; ".join(_stated(values, nearest))
     raise UnsupportedError(
-        f"the tensors are {kinds}: {family_names}", hint="Name the model's config.json with --config."
+        f"no known family of models in transformers has what the run's arguments state. The most similar one, {name}, "
+        f"has other values of {stated}",
+        where=where,
+        hint=f"{known_families()} Name the model's config.json with --config. Other formats keep Megatron's names.",
     )
 
 
-def _try_arguments(family: Family, record: Record, vocabulary: int, where: Path) -> Architecture | UnsupportedError:
-    """The model that the arguments describe, or the error if it cannot be of this family."""
-    try:
-        return of_arguments(record, family.table, family.names, vocabulary, None, where)
-    except UnsupportedError as error:
-        return error
+def _stated(values: Values, names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        yield f"{name} ({arguments_for(name)}): here {printable(str(values[name]))[:60]}"

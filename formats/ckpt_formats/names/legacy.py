@@ -16,9 +16,8 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record
-from ckpt_formats.core.views import concatenated, group_rows
+from ckpt_formats.core.views import concatenated, group_rows, rows_of
 from ckpt_formats.names.renames import TensorRename, apply_renames
-from ckpt_formats.names.transforms import TRANSFORMS, ModelSizes
 
 VERSION = "checkpoint_version"
 CURRENT = 3.0
@@ -141,12 +140,10 @@ def _reordered(version: float, heads: int, tensors: Sequence[Tensor]) -> tuple[T
     if not heads:
         raise UnsupportedError("the run's arguments do not state the number of attention heads")
     (tensor,) = tensors
-    blocks = tensor if version < 1 else _thirds_of_rows_in_turn(tensor)
-    return (TRANSFORMS["qkv_blocks"].join([blocks], ModelSizes(heads, heads, 0)),)
-
-
-def _thirds_of_rows_in_turn(tensor: Tensor) -> Tensor:
-    """Rows 0, 3, 6, ..., then 1, 4, 7, ..., then 2, 5, 8, ...: (rows, ...)."""
-    if not tensor.shape or tensor.shape[0] % 3:
-        raise UnsupportedError(f"the rows of a tensor of shape {list(tensor.shape)} are not divisible by 3")
-    return concatenated([group_rows(tensor, tensor.shape[0] // 3, i, i + 1) for i in range(3)])
+    rows = tensor.shape[0] if tensor.shape else 0
+    if not rows or rows % (3 * heads):
+        raise UnsupportedError(f"{rows} rows are not queries, keys and values of {heads} heads")
+    width, thirds = rows // (3 * heads), rows // 3
+    blocks = tensor if version < 1 else concatenated([group_rows(tensor, thirds, i, i + 1) for i in range(3)])
+    places = [(block * heads + head) * width for head in range(heads) for block in range(3)]
+    return (rows_of(blocks, [(place, place + width) for place in places]),)

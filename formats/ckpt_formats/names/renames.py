@@ -13,14 +13,14 @@ from ckpt_formats.core.text import printable
 
 @dataclass(frozen=True)
 class TensorRename:
-    """Parameters `old` become parameters `new`. At least one side is a single parameter."""
+    """Parameters `old` become parameters `new`, which have the same elements in another form."""
 
     old: tuple[str, ...]
     new: tuple[str, ...]
     make: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
     """The tensors of `new` from those of `old`. Only moves elements.
 
-    Raises `UnsupportedError` for unsuitable shapes.
+    Raises `CorruptError` or `UnsupportedError` for unsuitable shapes.
     """
 
 
@@ -76,7 +76,7 @@ def _new_parameters(change: TensorRename, parameters: Sequence[Parameter]) -> di
     for other in parameters[1:]:
         if (other.role, other.states.keys(), other.values) != (first.role, first.states.keys(), first.values):
             raise UnsupportedError(
-                f"`{printable(first.name)}` and `{printable(other.name)}` are one tensor in Megatron, but their "
+                f"`{printable(first.name)}` and `{printable(other.name)}` become one tensor, but their "
                 f"states or values differ: {_summary(first)} and {_summary(other)}"
             )
     states: dict[str, dict[str, Tensor]] = {name: {} for name in change.new}
@@ -114,8 +114,8 @@ def _group(group: Group, number: int, by_old: Mapping[str, TensorRename], place:
             continue
         if outside := [other for other in change.old if other not in members]:
             raise UnsupportedError(
-                f"`{printable(name)}` and `{printable(outside[0])}` are one tensor in Megatron, but only the first is "
-                f"in optimizer group {number}"
+                f"`{printable(name)}` and `{printable(outside[0])}` become one tensor, but only the "
+                f"first is in optimizer group {number}"
             )
         names |= dict.fromkeys(change.new)
     return replace(group, names=tuple(sorted(names, key=lambda name: place.get(name, len(place)))))

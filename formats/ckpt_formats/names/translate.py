@@ -1,52 +1,44 @@
 """Translate checkpoints from one library's names to another's: weights and all their optimizer states.
 
-The results are views: no data is read. A tensor that the table does not name is an error, and so is a missing tensor.
+The results are views: no data is read. A tensor that the model does not have is an error, and so is a missing tensor.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from functools import cache, partial
+from typing import Any, Literal, TypeVar
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
-from ckpt_formats.core.formula import evaluate
-from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.notices import Notice
-from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.tensor import Tensor, with_replicas
 from ckpt_formats.core.text import printable
 from ckpt_formats.names import legacy
-from ckpt_formats.names.architecture import Architecture
-from ckpt_formats.names.config import CONFIG
-from ckpt_formats.names.describe import ModelDescription, by_config_alone, config_of, describe_model, weights_dtype
-from ckpt_formats.names.family import COMPUTED, pattern_of
-from ckpt_formats.names.from_arguments import ARGUMENTS
+from ckpt_formats.names.arguments import ARGUMENTS, to_arguments, updated
+from ckpt_formats.names.config import CONFIG, configured_model
+from ckpt_formats.names.describe import (
+    COMPUTED,
+    ModelDescription,
+    by_config_alone,
+    config_of,
+    describe_model,
+    pattern_of,
+    weights_dtype,
+)
+from ckpt_formats.names.expressions import Scope
+from ckpt_formats.names.model import AtomKey, Model, ModelTensor, key_of
+from ckpt_formats.names.packings import pack, unpack
 from ckpt_formats.names.renames import TensorRename, apply_renames
-from ckpt_formats.names.table import NameRow
-from ckpt_formats.names.tables import table_for, tables
-from ckpt_formats.names.to_arguments import to_arguments, updated
-from ckpt_formats.names.transforms import TRANSFORMS, ModelSizes
+from ckpt_formats.names.tables import dialect
 
 Naming = Literal["hf", "megatron", "megatron-legacy"]
 
+T = TypeVar("T")
+
 _HEAD = "output_layer.weight"
 _MAX_NAMES = 3
-
-
-_SHAPES = (
-    (r"embedding\.word_embeddings\.weight|output_layer\.weight", ("vocabulary", "hidden")),
-    (r"embedding\.position_embeddings\.weight", ("positions", "hidden")),
-    (r".*\.linear_qkv\.weight", ("heads * head_dim + 2 * groups * head_dim", "hidden")),
-    (r".*\.linear_qkv\.bias", ("heads * head_dim + 2 * groups * head_dim",)),
-    (r".*\.linear_proj\.weight", ("hidden", "heads * head_dim")),
-    (r".*\.linear_fc1\.weight", ("gates * ffn", "hidden")),
-    (r".*\.linear_fc1\.bias", ("gates * ffn",)),
-    (r".*\.linear_fc2\.weight", ("hidden", "ffn")),
-    (r".*\.mlp\.router\.weight", ("experts", "hidden")),
-    (r".*\.[qk]_layernorm\.weight", ("head_dim",)),
-    (r".*\.linear_(?:proj|fc2)\.bias|.*layernorm\.(?:weight|bias)", ("hidden",)),
-)
-_PADDED = re.compile(_SHAPES[0][0])
+_PLACEHOLDER = re.compile(r"\{\w+\}")
 
 
 def naming_of(checkpoint: Checkpoint) -> Naming | None:
@@ -54,13 +46,12 @@ def naming_of(checkpoint: Checkpoint) -> Naming | None:
     own = [name for name, parameter in checkpoint.parameters.items() if parameter.role != "extra"]
     if any(map(legacy.is_legacy, own)):
         return "megatron-legacy"
-    known = {name for table in tables() for row in table.rows for name in (row.name, *row.other_names)}
-    if known.difference([_HEAD]).intersection(map(pattern_of, own)):
+    if _megatron_patterns().intersection(map(pattern_of, own)):
         return "megatron"
-    config = config_of(checkpoint)
-    if config is None or (table := table_for(config)) is None:
+    configured = configured_model(config_of(checkpoint))
+    if configured is None:
         return None
-    return "hf" if checkpoint.parameters.keys() & set(table.expected_names(config) or ()) else None
+    return "hf" if checkpoint.parameters.keys() & set(configured.names("hf") or ()) else None
 
 
 def to_hf(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, partial: bool = False) -> Checkpoint:
@@ -74,23 +65,12 @@ def to_hf(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, pa
     """
     source = _without(to_core(checkpoint), COMPUTED)
     description = describe_model(source, config_of(source) if config is None else config, partial)
-    model, present = description.model, {*source.parameters, *source.aliases}
-    lines = _lines(description, source)
-    _check_known(source, {name for line in lines for name in line.names}, description.table.family)
-    if not partial:
-        _check_there(source, [line.names[0] for line in lines if not present.intersection(line.names)])
-    changes, padding = [], 0
-    for line in lines:
-        for name in source.parameters.keys() & set(line.names):
-            shape = source.parameters[name].weight.shape
-            check_shape(line.names[0], shape, model, padded=True, source_name=name)
-            padding = max(padding, shape[0] - model.vocabulary) if line.transform == "vocabulary" else padding
-            changes.append(TensorRename((name,), line.hf, _split(line, _sizes(model))))
+    renamed = translated(source, description, "megatron", "hf", partial=partial)
+    padding = _padding(source, description.model)
     text = f"the last {padding} rows of the vocabulary's tables are padding and are left out"
     padded = (Notice(text),) if padding else ()
     return replace(
-        apply_renames(source, changes, description.table.expected_names(description.config) or ()),
-        aliases=_aliases(source, {name: line.hf[0] for line in lines for name in line.names}),
+        renamed,
         extras={**source.extras, CONFIG: dict(description.config)},
         notices=(*source.notices, *description.notices, *padded),
     )
@@ -104,28 +84,16 @@ def to_megatron(
     Tables of the vocabulary have no padding: it is added when they are split over ranks. Raises the errors of `to_hf`.
     """
     description = by_config_alone(checkpoint, config)
-    source = _without(checkpoint, description.table.ignored)
-    model, present_names = description.model, {*source.parameters, *source.aliases}
-    lines = _lines(description, source)
-    _check_known(source, {name for line in lines for name in line.hf}, description.table.family)
-    required = (line.hf for line in lines if not partial or present_names.intersection(line.hf))
-    _check_there(source, [name for names in required for name in names if name not in present_names])
-    patterns = {pattern_of(line.names[0]) for line in lines}
-    arguments = to_arguments(model, description.table, patterns, weights_dtype(source))
-    present = [line for line in lines if source.parameters.keys() >= set(line.hf)]
-    renamed = apply_renames(
-        source, [TensorRename(line.hf, line.names[:1], _join(line, _sizes(model))) for line in present]
-    )
-    for line in present:
-        name = line.names[0]
-        check_shape(name, renamed.parameters[name].weight.shape, model, padded=False, source_name=", ".join(line.hf))
+    source = _without(checkpoint, description.family.ignored)
+    arguments = to_arguments(description.model.values, weights_dtype(source))
+    renamed = translated(source, description, "hf", "megatron", partial=partial)
     step = {} if source.origin.step is None else {"iteration": source.origin.step}
-    extras = {legacy.VERSION: legacy.CURRENT, **step, **source.extras}
     return replace(
         renamed,
-        aliases=_aliases(source, {name: line.names[0] for line in lines for name in line.hf}),
         extras={
-            **extras,
+            legacy.VERSION: legacy.CURRENT,
+            **step,
+            **source.extras,
             ARGUMENTS: updated(source.extras.get(ARGUMENTS), arguments),
             CONFIG: dict(description.config),
         },
@@ -142,21 +110,161 @@ def to_legacy(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint if naming_of(checkpoint) == "megatron-legacy" else legacy.to_legacy(checkpoint)
 
 
-def _lines(description: ModelDescription, source: Checkpoint) -> tuple[NameRow, ...]:
-    """The model's rows. That of the second name of a tied tensor is included only if the source has the alias."""
-    lines, tie = description.table.lines(description.config), description.table.tie(description.config)
-    if lines is None:
-        raise IncompleteError("config.json does not state the number of layers", where=source.path)
-    if tie is not None and (own := {tie.alias, _HEAD} & source.parameters.keys()):
+def translated(
+    source: Checkpoint, description: ModelDescription, old: str, new: str, *, partial: bool = False
+) -> Checkpoint:
+    """The checkpoint of a model with the names of dialect `old` under those of dialect `new`, in its order.
+
+    `partial` allows missing tensors.
+
+    Raises: UnsupportedError for tensors that the model does not have, IncompleteError for missing ones, CorruptError
+    for shapes that are not those of the model.
+    """
+    model = description.model
+    stored, wanted = _without_tie(model, old, source), model.stored(new)
+    _check_known(source, {name for one in stored for name in one.names}, description.family.name)
+    present, missing = _present(stored, source)
+    changes = list(renames(model, present, wanted))
+    if not partial:
+        _check_there(source, missing)
+    elif incomplete := [name for name in missing if _is_half(name, stored, present, wanted)]:
+        _check_there(source, incomplete)
+    new_names = {key: one.names[0] for one in wanted if not one.is_copy for key in one.keys}
+    by_old = {name: new_names[one.keys[0]] for one in stored if not one.is_copy for name in one.names}
+    return replace(
+        apply_renames(source, changes, [one.names[0] for one in wanted]),
+        aliases=_aliases(source, {**by_old, **_tied(model, old, new)}),
+    )
+
+
+def renames(model: Model, old: Mapping[str, ModelTensor], new: Sequence[ModelTensor]) -> Iterable[TensorRename]:
+    """The renames from present tensors, by name, to those of another dialect. Those that share atoms are one rename.
+
+    Tensors of which no atom is there are left out.
+    """
+    holders: dict[AtomKey, list[str]] = {}
+    for name, one in old.items():
+        for key in one.keys:
+            holders.setdefault(key, []).append(name)
+    groups: dict[str, _SharedAtoms] = {}
+    for target in new:
+        sources = dict.fromkeys(name for key in target.keys for name in holders.get(key, ()))
+        if not sources or any(key not in holders for key in target.keys):
+            continue
+        merged = _SharedAtoms({}, [])
+        for group in {id(groups[name]): groups[name] for name in sources if name in groups}.values():
+            merged.old.update(group.old)
+            merged.new.extend(group.new)
+        merged.old.update(sources)
+        merged.new.append(target)
+        groups.update(dict.fromkeys(merged.old, merged))
+    for group in {id(one): one for one in groups.values()}.values():
+        names = tuple(group.old)
+        make = _make(model, {name: old[name] for name in names}, group.new)
+        yield TensorRename(names, tuple(one.names[0] for one in group.new), make)
+
+
+def renames_between(model: Model, names: Iterable[str], old: str, new: str) -> tuple[TensorRename, ...]:
+    """The renames of tensors with these names of dialect `old` that have others, or another form, in dialect `new`."""
+    present = {name: one for one in model.stored(old) for name in one.names}
+    changes = renames(model, {name: present[name] for name in names if name in present}, model.stored(new))
+    return tuple(change for change in changes if change.old != change.new)
+
+
+class _SharedAtoms:
+    """Tensors that share atoms, while they are collected."""
+
+    def __init__(self, old: dict[str, None], new: list[ModelTensor]) -> None:
+        self.old, self.new = old, new
+
+
+def _make(
+    model: Model, old: Mapping[str, ModelTensor], new: Sequence[ModelTensor]
+) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
+    def make(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        atoms: dict[AtomKey, list[Tensor]] = {}
+        for (name, stored), tensor in zip(old.items(), tensors, strict=True):
+            for atom, scope, part in _checked(name, partial(unpack, stored.packing, tensor, stored.scope, model.shape)):
+                atoms.setdefault(key_of(atom, scope), []).append(part)
+        # Copies of one tensor must be equal: this is compared whenever their values are read.
+        whole = {key: with_replicas(parts) for key, parts in atoms.items()}
+        return tuple(_checked(one.names[0], partial(_packed, model, one, whole)) for one in new)
+
+    return make
+
+
+def _checked(name: str, make: Callable[[], T]) -> T:
+    """The result. An error of the tensor's shape or dtype names the tensor."""
+    try:
+        return make()
+    except CorruptError as error:
+        raise CorruptError(
+            f"`{printable(name)}` {error.what}",
+            hint="The configuration or the arguments contradict the tensors: name the right config.json with --config.",
+        ) from error
+
+
+def _packed(model: Model, one: ModelTensor, atoms: Mapping[AtomKey, Tensor]) -> Tensor:
+    def get(atom: str, scope: Scope) -> Tensor:
+        return atoms[key_of(atom, scope)]
+
+    return pack(one.packing, one.scope, get, model.shape)
+
+
+@cache
+def _megatron_patterns() -> frozenset[str]:
+    """The names of Megatron core, with `{}` for numbers, without those that other libraries have, too."""
+    own = dialect("megatron")
+    names = (
+        (own.prefixes[place] if rule.place == "layer" else "") + name
+        for rule in own.rules
+        for name in rule.names
+        for place in (("layer", "mtp") if rule.place == "layer" else ("model",))
+    )
+    return frozenset(_PLACEHOLDER.sub("{}", name) for name in names) - {_HEAD}
+
+
+def _without_tie(model: Model, name: str, source: Checkpoint) -> tuple[ModelTensor, ...]:
+    """The model's tensors. The second name of a tied tensor is included only if the source has the alias."""
+    stored, tie = model.stored(name), model.tie(name)
+    if tie is None:
+        return stored
+    if own := {tie.alias, _HEAD} & source.parameters.keys():
         raise UnsupportedError(
             f"`{own.pop()}` is a separate tensor, but the model's configuration ties it to the embeddings",
             where=source.path,
         )
-    return tuple(
-        line
-        for line in lines
-        if tie is None or tie.alias not in line.hf or source.aliases.keys() & {*line.names, *line.hf}
-    )
+    return tuple(one for one in stored if tie.alias not in one.names)
+
+
+def _tied(model: Model, old: str, new: str) -> dict[str, str]:
+    old_tie, new_tie = model.tie(old), model.tie(new)
+    return {} if old_tie is None or new_tie is None else {old_tie.alias: new_tie.alias}
+
+
+def _present(stored: Sequence[ModelTensor], source: Checkpoint) -> tuple[dict[str, ModelTensor], list[str]]:
+    """The tensors of the source, by name, and the names of missing ones. Raises `UnsupportedError` for two of one."""
+    present: dict[str, ModelTensor] = {}
+    missing = []
+    aliases = source.aliases.keys()
+    for one in stored:
+        names = [name for name in one.names if name in source.parameters]
+        if len(names) > 1:
+            raise UnsupportedError("two tensors of the source are the same tensor of the model, under two names")
+        if names:
+            present[names[0]] = one
+        elif not one.is_copy and not aliases & set(one.names):
+            missing.append(one.names[0])
+    return present, missing
+
+
+def _is_half(
+    name: str, stored: Sequence[ModelTensor], present: Mapping[str, ModelTensor], new: Sequence[ModelTensor]
+) -> bool:
+    """Whether the missing tensor shares one of the other dialect with a tensor that is there."""
+    keys = {key for one in stored if one.names[0] == name for key in one.keys}
+    there = {key for one in present.values() for key in one.keys}
+    return any(keys & set(one.keys) and there & set(one.keys) for one in new)
 
 
 def _check_known(source: Checkpoint, known: set[str], family: str) -> None:
@@ -196,40 +304,13 @@ def _without(source: Checkpoint, computed: re.Pattern[str]) -> Checkpoint:
     return source if len(retained) == len(source.parameters) else replace(source, parameters=retained)
 
 
-def _sizes(model: Architecture) -> ModelSizes:
-    return ModelSizes(model.heads, model.groups, model.vocabulary)
-
-
-def _split(line: NameRow, sizes: ModelSizes) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
-    return lambda tensors: TRANSFORMS[line.transform].split(tensors[0], sizes)
-
-
-def _join(line: NameRow, sizes: ModelSizes) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
-    return lambda tensors: (TRANSFORMS[line.transform].join(tensors, sizes),)
-
-
-def check_shape(name: str, shape: Shape, model: Architecture, *, padded: bool, source_name: str) -> None:
-    """Raise `CorruptError` if a tensor does not have the shape of the model's architecture.
-
-    `name` is its name in Megatron's plain layers, `source_name` the name for messages. `padded` allows more rows in
-    tables of the vocabulary.
-    """
-    sizes = {
-        "vocabulary": model.vocabulary,
-        "hidden": model.hidden,
-        "positions": model.positions,
-        "heads": model.heads,
-        "groups": model.groups,
-        "head_dim": model.head_dim,
-        "ffn": model.ffn,
-        "gates": 2 if model.activation == "silu" else 1,
-        "experts": model.experts or 0,
-    }
-    formulas = next(formulas for pattern, formulas in _SHAPES if re.fullmatch(pattern, name))
-    expected = tuple(evaluate(formula, sizes, f"the shape of `{name}`") for formula in formulas)
-    longer = padded and _PADDED.fullmatch(name) and shape[1:] == expected[1:] and shape[:1] > expected[:1]
-    if shape != expected and not longer:
-        raise CorruptError(
-            f"`{printable(source_name)}` has the shape {list(shape)}, but the model's sizes give {list(expected)}",
-            hint="The configuration or the arguments contradict the tensors: name the right config.json with --config.",
-        )
+def _padding(source: Checkpoint, model: Model) -> int:
+    """The rows of padding in the tables of the vocabulary."""
+    rows = [
+        source.parameters[name].weight.shape[0]
+        for one in model.stored("megatron")
+        if one.keys[0][0] in ("embedding.tokens", "head.tokens")
+        for name in one.names
+        if name in source.parameters
+    ]
+    return max(rows, default=model.values["vocabulary"]) - int(model.values["vocabulary"])

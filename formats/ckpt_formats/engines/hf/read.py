@@ -25,7 +25,7 @@ from ckpt_formats.engines.hf.components import (
 from ckpt_formats.engines.hf.folder import Folder, is_further, sort_files
 from ckpt_formats.engines.hf.side_files import config_of, read_side_files
 from ckpt_formats.engines.hf.weights import ModelFiles, read_entry, read_model, torch_shard
-from ckpt_formats.names.tables import table_for
+from ckpt_formats.names.config import configured_model
 from ckpt_formats.state_dicts.extras import names_for_tensors
 from ckpt_formats.state_dicts.read import training_state
 from ckpt_formats.state_dicts.run_files import PREFIX
@@ -146,8 +146,8 @@ def _with_model(
 
 def _tied(parameters: Mapping[str, Parameter], config: Mapping[str, Any] | None) -> dict[str, str]:
     """The alias that files omit, if the model's configuration ties two tensors: {alias: name}."""
-    table = table_for(config or {})
-    tie = table.tie(config) if table and config else None
+    configured = configured_model(config)
+    tie = None if configured is None else configured.tie
     if tie is None or tie.name not in parameters or tie.alias in parameters:
         return {}
     return {tie.alias: tie.name}
@@ -212,12 +212,13 @@ def in_models_order(names: Sequence[str], config: Mapping[str, Any] | None) -> l
     Files of safetensors do not store an order. The alphabetical order is not that of the model: `layers.10` comes
     before `layers.2`.
     """
-    table = table_for(config or {})
-    expected = table.expected_names(config) if table and config else None
-    if table is None or expected is None:
+    configured = configured_model(config)
+    expected = None if configured is None else configured.names("hf")
+    if configured is None or expected is None:
         return None
     present, known = set(names), set(expected)
     order = [name for name in expected if name in present]
     remaining = [name for name in names if name not in known]
-    complete = known - present <= {table.tied.alias}
-    return [*order, *remaining] if complete and all(table.ignored.fullmatch(name) for name in remaining) else None
+    tie, ignored = configured.tie, configured.family.ignored
+    complete = known - present <= ({tie.alias} if tie else set())
+    return [*order, *remaining] if complete and all(ignored.fullmatch(name) for name in remaining) else None

@@ -12,12 +12,13 @@ from ckpt_formats.core.dtypes import DTYPES, is_float
 from ckpt_formats.core.errors import NotFoundError, UnsafeError, UnsupportedError
 from ckpt_formats.core.folders import CONFIG
 from ckpt_formats.core.format import FilePlan, Receipt
+from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.hf.config_check import check_fits
 from ckpt_formats.engines.hf.folder import is_training_file, sort_files
-from ckpt_formats.engines.hf.model_names import NameMatch, as_in_files, match_names
+from ckpt_formats.engines.hf.model_names import NameMatch, match_names
 from ckpt_formats.engines.hf.side_files import config_of, read_side_files
 from ckpt_formats.state_dicts.run_files import PREFIX, SideFile, content_of, plan_side_file, write_side_file
 
@@ -110,20 +111,26 @@ def files_of_model(config: Path) -> dict[str, Value]:
 
 def _named(weights: Sequence[Parameter], aliases: Mapping[str, str], matched: NameMatch) -> Iterator[Parameter]:
     """The weights under the model's names. A tied one has all its names but the one that files leave out."""
+    changes = {name: change for change in matched.in_files for name in change.old}
     aliases_of: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         aliases_of.setdefault(name, []).append(alias)
     tie = matched.tie
+    in_memory: dict[str, Tensor] = {}
     for weight in weights:
         names = [matched.names[name] for name in (weight.name, *aliases_of.get(weight.name, ()))]
         if tie is not None and {tie.alias, tie.name} <= set(names):
             names.remove(tie.alias)
         for name in names:
-            stack = matched.stacks.get(name)
-            files = (name,) if stack is None else stack.files
-            tensors = (weight.weight,) if stack is None else as_in_files(weight.weight, stack)
-            for file, tensor in zip(files, tensors, strict=True):
-                yield replace(weight, name=file, states={MODEL: tensor}, values={})
+            change = changes.get(name)
+            if change is None:
+                yield replace(weight, name=name, states={MODEL: weight.weight}, values={})
+                continue
+            in_memory[name] = weight.weight
+            if all(old in in_memory for old in change.old):
+                tensors = change.make([in_memory[old] for old in change.old])
+                for file, tensor in zip(change.new, tensors, strict=True):
+                    yield replace(weight, name=file, states={MODEL: tensor}, values={})
 
 
 def _with_dtype(files: Mapping[str, Value], named: Sequence[Parameter]) -> tuple[dict[str, Value], tuple[str, ...]]:
@@ -160,7 +167,7 @@ def _remarks(match: NameMatch, named: Sequence[Parameter], config: Mapping[str, 
         yield f"the names of models of type {kind!r:.80} are not known: names stay unchanged"
     if changed := [(old, new) for old, new in match.names.items() if old != new]:
         yield f"names are changed to the model's own: `{changed[0][0]}` becomes `{changed[0][1]}`, and so on"
-    if match.stacks:
+    if match.in_files:
         yield "tensors have the form of the model's files, not of the model in memory: stacks of experts are divided"
     if match.missing:
         yield f"tensors of the model are missing, and transformers will initialize them: {_listed(match.missing)}"
