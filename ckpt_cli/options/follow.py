@@ -10,7 +10,7 @@ import click
 
 from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.types import numbers
-from ckpt_formats.core.arguments import Count
+from ckpt_formats.core.arguments import Count, Positive
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,6 +25,9 @@ class FollowOptions:
     notify: str | None
     command: str | None
     key: Path | None
+    tp: int
+    rank: int
+    rules: Path | None
 
 
 def follow_options(function: F) -> F:
@@ -35,8 +38,27 @@ def follow_options(function: F) -> F:
         own = {name: arguments.pop(name) for name in FollowOptions.__dataclass_fields__}
         return function(*args, options=FollowOptions(**own), **arguments)
 
-    readers = with_options(
+    shards = with_options(
         wrapper,
+        click.option(
+            "--tp",
+            type=numbers(Positive),
+            default=1,
+            metavar="N",
+            help="Serve the shards of one of N tensor-parallel ranks, and read only what they need.",
+        ),
+        click.option("--rank", type=numbers(Count), default=0, metavar="R", help="Which rank: 0 to N - 1."),
+        click.option(
+            "--rules",
+            type=click.Path(dir_okay=False, readable=False, path_type=Path),
+            metavar="FILE",
+            help="TOML file with the rules by which tensors are sharded; the names of Hugging Face's Llama family "
+            "need none.",
+        ),
+        group="Shards",
+    )
+    readers = with_options(
+        shards,
         click.option(
             "--notify",
             metavar="URL",

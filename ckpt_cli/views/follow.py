@@ -75,6 +75,9 @@ def _run(
         notify=options.notify,
         command=options.command,
         key=None if options.key is None else read_signing_key(options.key),
+        tp=options.tp,
+        rank=options.rank,
+        rules=() if options.rules is None else options.rules,
         resources=resources,
     )
 

@@ -1,14 +1,12 @@
 """Open a checkpoint of any format."""
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from ckpt_formats.core.arguments import StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.layout import Layout, Rule
-from ckpt_formats.core.rules import read_rules
+from ckpt_formats.core.rules import rules_of
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.stores.location import source_path
 
@@ -33,9 +31,8 @@ def open(
     Raises `CkptError` of the kind that fits: `NotFoundError`, `CorruptError`, `IncompleteError`, `UnsafeError`,
     `UnsupportedError`, `RulesError`.
     """
-    read = read_rules(Path(rules)) if isinstance(rules, (str, os.PathLike)) else tuple(rules)
     numbered = {place: tuple(names) for place, names in (orders or {}).items()}
-    return open_checkpoint(source_path(path, anonymous), ReadOptions(read, tuple(order), numbered, shapes))
+    return open_checkpoint(source_path(path, anonymous), ReadOptions(rules_of(rules), tuple(order), numbered, shapes))
 
 
 def effective_layout(checkpoint: Checkpoint, own: Sequence[Rule] = ()) -> Layout:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckpt.following.decode import ChunkChange
-from ckpt.following.state import State
+from ckpt.following.state import State, StateLayout
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import Array
-from ckpt_formats.universal.published.model import PublishedModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,9 +19,9 @@ class TensorChange:
 
     name: str
     shape: Shape
-    """That of the whole tensor."""
+    """That of the whole tensor, or of the shard of a tensor-parallel rank."""
     indices: Array | None
-    """Where they lie in the whole tensor in C order: (n,) int64, each once. None: these are all values."""
+    """Where they lie in it in C order: (n,) int64, each once. None: these are all values."""
     values: Array
     """The new values: (n,), or all in the tensor's shape; in its dtype, of NumPy or `ml_dtypes`. Read-only."""
 
@@ -41,22 +40,26 @@ class TensorChange:
         return self.values.view(f"u{self.dtype.itemsize}")
 
 
-def whole_tensors(model: PublishedModel, state: State) -> Iterator[TensorChange]:
-    """All tensors of a state."""
-    for number, tensor in enumerate(model.tensors):
-        shown = state[number].reshape(tensor.shape).view()
+def whole_tensors(layout: StateLayout, state: State) -> Iterator[TensorChange]:
+    """All tensors of a state, or shards of them."""
+    for number, tensor in enumerate(layout.tensors):
+        shown = layout.values(number, state).view()
         shown.flags.writeable = False
         yield TensorChange(tensor.name, tensor.shape, None, shown)
 
 
-def changed_tensors(model: PublishedModel, changes: Sequence[ChunkChange]) -> Iterator[TensorChange]:
+def changed_tensors(layout: StateLayout, changes: Sequence[ChunkChange]) -> Iterator[TensorChange]:
     """The changes of chunks, tensor by tensor, in the order of the model."""
     by_tensor = defaultdict[int, list[ChunkChange]](list)
     for change in changes:
         by_tensor[change.chunk.tensor].append(change)
     for number, of_tensor in sorted(by_tensor.items()):
-        tensor = model.tensors[number]
-        indices = np.concatenate([one.indices for one in of_tensor])
-        values = np.concatenate([one.values for one in of_tensor])
+        tensor = layout.tensors[number]
+        located = [layout.indices(one.chunk, one.positions) for one in of_tensor]
+        indices = np.concatenate([own for own, _ in located])
+        pairs = zip(of_tensor, located, strict=True)
+        values = np.concatenate([one.values if which is None else one.values[which] for one, (_, which) in pairs])
+        if not len(indices):
+            continue  # all of them are in other shards
         values.flags.writeable = indices.flags.writeable = False
         yield TensorChange(tensor.name, tensor.shape, indices, values)

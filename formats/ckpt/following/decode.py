@@ -1,20 +1,19 @@
 """Bring a state forward along a route: fetch the objects of each rank, decode their chunks, and verify every one."""
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from ckpt.following.source import FollowingStopped, PublishedSource
-from ckpt.following.state import State, StateChunk, chunks_of
+from ckpt.following.state import State, StateChunk, StateLayout
 from ckpt_codecs.scratch import temporary_buffer
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.tensor import Array
-from ckpt_formats.universal.published.model import PublishedModel
 from ckpt_formats.universal.published.records import StepRecord, hash_bytes
 from ckpt_formats.universal.published.route import Route
 from ckpt_formats.universal.published.share import ShareHeader, decode_chunk, digest_of, header_nbytes
@@ -25,6 +24,10 @@ _RANKS_AT_ONCE = 8
 """Ranks whose objects are fetched or decoded at the same time."""
 _DENSE = 4
 """A chunk of which more than one value in so many changed is stored whole."""
+_WHOLE_NBYTES = 1 << 20
+"""Objects up to this size are fetched whole, also if not all of their chunks are needed."""
+_GAP_NBYTES = 1 << 16
+"""Two chunks are fetched by one request if no more bytes lie between them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +40,6 @@ class ChunkChange:
     values: Array
     """The values after: (n,) of the tensor's dtype."""
 
-    @property
-    def indices(self) -> Array:
-        """Where the values lie in the whole tensor: (n,) int64."""
-        return self.chunk.flat_indices(np.arange(self.chunk.size) if self.positions is None else self.positions)
-
     def put(self, state: State) -> None:
         """Write the values after into a state."""
         if self.positions is None:
@@ -49,18 +47,26 @@ class ChunkChange:
         elif self.chunk.first is not None:
             self.chunk.values(state)[self.positions] = self.values
         else:
-            state[self.chunk.tensor][self.indices] = self.values
+            state[self.chunk.tensor][self.chunk.flat_indices(self.positions)] = self.values
 
-    def is_equal(self, one: State, other: State) -> bool:
-        """Whether two states have the same values here."""
-        values = [self.chunk.values(state) for state in (one, other)]
-        if self.positions is not None:
-            values = [of_chunk[self.positions] for of_chunk in values]
-        return not len(positions_of_changes(*values))
+    def values_before(self, state: State) -> Array:
+        """The values of a state where these belong: (n,) of the tensor's dtype."""
+        values = self.chunk.values(state)
+        return values if self.positions is None else values[self.positions]
+
+
+@dataclass(frozen=True)
+class WrittenState:
+    """What was read for a state."""
+
+    digests: list[bytes]
+    """Of each rank of which the layout has chunks, those of all of its chunks, 16 bytes each; else nothing."""
+    nbytes: int
+    """Of the objects, as far as they were fetched."""
 
 
 def find_changes(
-    source: PublishedSource, route: Route, model: PublishedModel, before: State, threads: int
+    source: PublishedSource, route: Route, layout: StateLayout, before: State, threads: int
 ) -> list[ChunkChange]:
     """What a route changes in a state, in the order of the ranks and of their chunks. The state stays as it is.
 
@@ -79,17 +85,17 @@ def find_changes(
                 return ChunkChange(chunk, None, after.copy())
             return ChunkChange(chunk, positions, after[positions])
 
-    return [one for one in _each_chunk(source, route, model, compare, threads) if one is not None]
+    return [one for one in _each_chunk(source, route, layout, compare, threads)[0] if one is not None]
 
 
 def write_state(
     source: PublishedSource,
     route: Route,
-    model: PublishedModel,
+    layout: StateLayout,
     before: State | None,
     out: State,
     threads: int,
-) -> None:
+) -> WrittenState:
     """Fill `out` with the state at the end of a route that begins with a base, or at the state `before`.
 
     `before` may be `out`: then it is undefined after an error. Raises as `find_changes`.
@@ -104,38 +110,46 @@ def write_state(
         _decode(chunk, shares, values, after)
         chunk.put(out, after)
 
-    _each_chunk(source, route, model, write, threads)
+    return _each_chunk(source, route, layout, write, threads)[1]
 
 
-def first_wrong_rank(record: StepRecord, model: PublishedModel, state: State, threads: int) -> int | None:
-    """The first rank whose values are not those of the step; None if the state is that of the record."""
+def first_wrong_rank(
+    record: StepRecord, layout: StateLayout, state: State, threads: int, digests: Sequence[bytes] | None = None
+) -> int | None:
+    """The first rank whose values are not those of the step; None if the state is that of the record.
+
+    digests: those that `write_state` returned, which are believed only if the record states their hash; None: the
+    layout has all chunks.
+    """
     with ThreadPoolExecutor(threads, "ckpt-verify") as pool:
         for rank, share in enumerate(record.shares):
-            digests = pool.map(lambda chunk: digest_of(chunk.values(state)), chunks_of(model, rank))
-            if hash_bytes(b"".join(digests)) != share.state:
+            chunks = layout.chunks(rank)
+            found = list(pool.map(lambda chunk: digest_of(chunk.values(state)), chunks))
+            stated = b"".join(found) if digests is None else digests[rank]
+            is_right = all(
+                stated[16 * chunk.number : 16 * chunk.number + 16] == digest
+                for chunk, digest in zip(chunks, found, strict=True)
+            )
+            if (len(chunks) or digests is None) and not (is_right and hash_bytes(stated) == share.state):
                 return rank
     return None
 
 
 @dataclass(frozen=True, eq=False)
 class _FetchedShare:
-    """The object of a rank, compared with its hash."""
+    """The chunks of a rank's object: compared with its hash, or with their digests when they are decoded."""
 
-    data: memoryview
     header: ShareHeader
+    chunks: Mapping[int, memoryview]
+    """By their numbers: those that are needed."""
+    nbytes: int
+    """What was fetched."""
     is_base: bool
     where: Path
 
-    @cached_property
-    def offsets(self) -> list[int]:
-        offsets: list[int] = self.header.offsets().tolist()
-        return offsets
-
     def decode(self, chunk: int, before: Array | None, out: Array) -> None:
         """Fill `out` with the values of a chunk after the step. Raises `CorruptError` unless their digest fits."""
-        before = None if self.is_base else before
-        begin = self.offsets[chunk]
-        decode_chunk(self.data[begin : begin + int(self.header.sizes[chunk])], before, out, self.where)
+        decode_chunk(self.chunks[chunk], None if self.is_base else before, out, self.where)
         if digest_of(out) != self.header.digest(chunk):
             raise CorruptError("the values of a chunk do not fit their checksum", where=self.where)
 
@@ -149,11 +163,12 @@ def _decode(chunk: StateChunk, shares: Sequence[_FetchedShare], before: Array | 
 def _each_chunk(
     source: PublishedSource,
     route: Route,
-    model: PublishedModel,
+    layout: StateLayout,
     use: Callable[[StateChunk, Sequence[_FetchedShare]], T],
     threads: int,
-) -> list[T]:
+) -> tuple[list[T], WrittenState]:
     """What `use` returns for each chunk and the objects of its rank, in the order of ranks and chunks."""
+    model = layout.model
     for record in route.records:
         if record.model != route.end.model or len(record.shares) != len(model.pieces):
             raise CorruptError("deltas between two models", where=source.where / record.key)
@@ -170,15 +185,18 @@ def _each_chunk(
         ThreadPoolExecutor(min(_RANKS_AT_ONCE, len(model.pieces)), "ckpt-fetch") as fetchers,
     ):
 
-        def of_rank(rank: int) -> list[T]:
+        def of_rank(rank: int) -> tuple[list[T], bytes, int]:
             pending = list[Future[T]]()
             try:
                 if errors:
                     raise FollowingStopped
-                chunks = list(chunks_of(model, rank))
-                shares = [_fetch(source, record, model, rank, len(chunks)) for record in route.records]
+                chunks = layout.chunks(rank)
+                if not chunks and sum(model.chunk_counts(rank)) > 0:
+                    return [], b"", 0
+                shares = [_fetch(source, record, layout, rank) for record in route.records]
                 pending.extend(decoders.submit(of_chunk, chunk, shares) for chunk in chunks)
-                return [one.result() for one in pending]
+                digests = shares[-1].header.digests if shares else b""
+                return [one.result() for one in pending], digests, sum(one.nbytes for one in shares)
             except BaseException as error:
                 errors.append(error)
                 wait(pending)
@@ -188,17 +206,49 @@ def _each_chunk(
         wait(results)
         for error in errors:
             raise error
-        return [one for of_one in results for one in of_one.result()]
+        by_rank = [one.result() for one in results]
+        written = WrittenState([digests for _, digests, _ in by_rank], sum(nbytes for _, _, nbytes in by_rank))
+        return [one for of_one, *_ in by_rank for one in of_one], written
 
 
-def _fetch(source: PublishedSource, record: StepRecord, model: PublishedModel, rank: int, chunks: int) -> _FetchedShare:
-    share = record.shares[rank]
+def _fetch(source: PublishedSource, record: StepRecord, layout: StateLayout, rank: int) -> _FetchedShare:
+    share, model = record.shares[rank], layout.model
+    needed, chunks, nbytes = layout.chunks(rank), sum(model.chunk_counts(rank)), share.object.nbytes
     where = source.where / share.object.key
-    if share.object.nbytes < header_nbytes(chunks):
-        raise CorruptError(f"{share.object.nbytes:,} bytes cannot be the {chunks:,} chunks of a rank", where=where)
-    data = source.fetch(record, share.object, model.max_share_nbytes(rank))
-    header = ShareHeader.from_bytes(data, chunks, share.object.nbytes, share, where)
-    return _FetchedShare(data, header, record.is_base, where)
+    if nbytes < header_nbytes(chunks):
+        raise CorruptError(f"{nbytes:,} bytes cannot be the {chunks:,} chunks of a rank", where=where)
+    most = model.max_share_nbytes(rank)
+    # A range is compared by XXH3 only, so what is signed is fetched whole.
+    if len(needed) == chunks or nbytes <= _WHOLE_NBYTES or source.signing_key is not None:
+        data = source.fetch(record, share.object, most)
+        header = ShareHeader.from_bytes(data, chunks, nbytes, share, where)
+        offsets, parts, fetched = header.offsets(), {0: data}, nbytes
+    else:
+        [head] = source.fetch_ranges(record, share.object, most, [(0, header_nbytes(chunks))])
+        header = ShareHeader.from_bytes(head, chunks, nbytes, share, where)
+        offsets = header.offsets()
+        ranges = _joined_ranges((int(offsets[one.number]), int(header.sizes[one.number])) for one in needed)
+        content = source.fetch_ranges(record, share.object, most, ranges)
+        parts = {at: data for (at, _), data in zip(ranges, content, strict=True)}
+        fetched = len(head) + sum(map(len, content))
+    begins = sorted(parts)
+    of_chunk = dict[int, memoryview]()
+    for one in needed:
+        at, size = int(offsets[one.number]), int(header.sizes[one.number])
+        begin = begins[max(bisect_right(begins, at) - 1, 0)] if begins else 0
+        of_chunk[one.number] = parts[begin][at - begin : at - begin + size] if size else memoryview(b"")
+    return _FetchedShare(header, of_chunk, fetched, record.is_base, where)
+
+
+def _joined_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Offsets and bytes of rising ranges, those near each other as one; empty ones are left out."""
+    joined = list[tuple[int, int]]()
+    for at, size in ranges:
+        if size and joined and at <= sum(joined[-1]) + _GAP_NBYTES:
+            joined[-1] = joined[-1][0], at + size - joined[-1][0]
+        elif size:
+            joined.append((at, size))
+    return joined
 
 
 def positions_of_changes(before: Array, after: Array) -> Array:

@@ -2,17 +2,20 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ckpt.following.notices import notify_url, post_step, run_command
 from ckpt.following.served import Advance, ServedFolder
+from ckpt.following.shards import TensorParallelRank
 from ckpt.following.source import FollowedStep, FollowingStopped, PublishedSource
 from ckpt.pipeline import Resources
-from ckpt_formats.core.arguments import Count, StrPath, checked
+from ckpt_formats.core.arguments import Count, Positive, StrPath, checked
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError, OutputError
+from ckpt_formats.core.layout import Rule
+from ckpt_formats.core.rules import rules_of
 from ckpt_formats.universal.published.records import Head, RecordRef
 
 _LOOK_SECONDS = 1.0
@@ -59,6 +62,9 @@ def follow_into(
     notify: str | None = None,
     command: str | None = None,
     key: bytes | None = None,
+    tp: Positive = 1,
+    rank: Count = 0,
+    rules: StrPath | Sequence[Rule] = (),
     resources: Resources | None = None,
     patience: float = 5.0,
 ) -> None:
@@ -75,6 +81,9 @@ def follow_into(
         notify: A URL to which each step is posted.
         command: A command of the shell that is run for each step.
         key: The key with which the run signs its records.
+        tp: Of how many tensor-parallel ranks one is served. Above 1, the folder has the shards of that rank.
+        rank: Which of them: 0 to tp - 1.
+        rules: How tensors are sharded; see `Follower`.
         resources: Threads that decode, and the folder for objects larger than 64 MiB on their way.
         patience: Seconds for which a missing object is read again before another route is tried.
 
@@ -82,10 +91,12 @@ def follow_into(
         NotFoundError: With `once`: nothing is published; with `step`: the chain does not have it any more.
         CorruptError: Something is damaged, also when it is read again.
         UnsupportedError: The run publishes another model than the one that is served.
+        RulesError: With `tp`: no rule states how a tensor is sharded, or it does not divide.
         LockedError: Another process serves the folder.
         NoSpaceError: The disk is full.
         OutputError: The folder cannot be written, or has other contents.
     """
+    part = TensorParallelRank(tp, rank, rules_of(rules))
     if notify is not None:
         notify_url(notify)
     own, stop = resources or Resources.of_machine(), stop or threading.Event()
@@ -95,7 +106,7 @@ def follow_into(
         raise NotFoundError(
             "nothing is published here yet", where=source.where, hint="Check the path, or wait without --once."
         )
-    with ServedFolder(target, source, own.workers) as served:
+    with ServedFolder(target, source, own.workers, part) as served:
         follower = _FolderFollower(served, report, stop, once, step, every, notify, command)
         try:
             follower.run()

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +13,19 @@ from typing import Any
 import numpy as np
 
 from ckpt.following.changes import TensorChange, changed_tensors, whole_tensors
-from ckpt.following.decode import ChunkChange, find_changes, write_state
+from ckpt.following.decode import ChunkChange, find_changes, positions_of_changes, write_state
+from ckpt.following.shards import TensorParallelRank
 from ckpt.following.source import FollowedStep, FollowingStopped, PublishedSource
-from ckpt.following.state import State, in_order, new_state, other_model
+from ckpt.following.state import State, StateLayout, other_model
 from ckpt.following.tensors import tensor_memory
 from ckpt.pipeline import Resources
-from ckpt_formats.core.arguments import StrPath, checked
+from ckpt_formats.core.arguments import Count, Positive, StrPath, checked
 from ckpt_formats.core.errors import CorruptError, InvalidArgumentError, NotFoundError, UnsafeError
+from ckpt_formats.core.layout import Rule
+from ckpt_formats.core.rules import rules_of
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.text import format_nbytes
-from ckpt_formats.universal.published.model import PublishedModel, model_digest
+from ckpt_formats.universal.published.model import model_digest
 from ckpt_formats.universal.published.records import Head, ObjectRef, RecordRef, StepName
 from ckpt_formats.universal.published.route import Route
 
@@ -35,7 +38,7 @@ class _NextState:
     """What was fetched and verified of a step that the follower does not hold yet."""
 
     step: FollowedStep
-    model: PublishedModel
+    layout: StateLayout
     model_ref: ObjectRef
     base: RecordRef | None
     """The state that the changes are of; None: there is a whole state."""
@@ -59,6 +62,9 @@ class Follower:
         key: bytes | None = None,
         resources: Resources | None = None,
         accept_other_model: bool = False,
+        tp: Positive = 1,
+        rank: Count = 0,
+        rules: StrPath | Sequence[Rule] = (),
         patience: float = 5.0,
     ) -> None:
         """Follow the chain at a path or URL; nothing is read yet.
@@ -68,8 +74,14 @@ class Follower:
             key: The key with which the run signs its records. None: signatures are not checked.
             resources: Threads that decode, and the folder for objects larger than 64 MiB on their way.
             accept_other_model: Go on if the run publishes tensors of other names, shapes or dtypes than before.
+            tp: Of how many tensor-parallel ranks this follower serves one. Above 1, all tensors are the shards of that
+                rank, and of the chain only the chunks are read that have values of them.
+            rank: Which of them: 0 to tp - 1.
+            rules: How tensors are sharded, as a TOML file, the name of a shipped set, or rules; names of Hugging
+                Face's Llama family need none.
             patience: Seconds for which a missing object is read again before another route is tried.
         """
+        self._part = TensorParallelRank(tp, rank, rules_of(rules))
         own = resources or Resources.of_machine()
         self._threads = own.workers
         self._stop = threading.Event()
@@ -77,7 +89,7 @@ class Follower:
         self._source = PublishedSource(chain, key, patience, self._stop, scratch)
         self._accepts_other = accept_other_model
         self._step: FollowedStep | None = None
-        self._model: PublishedModel | None = None
+        self._layout: StateLayout | None = None
         self._model_ref: ObjectRef | None = None
         self._state: State = ()
         self._next: _NextState | None = None
@@ -103,8 +115,10 @@ class Follower:
         return self._step
 
     def tensors(self) -> dict[str, Array]:
-        """The weights by name, each (shape) in its dtype of NumPy or `ml_dtypes`: read-only views."""
-        return {} if self._model is None else {one.name: one.values for one in whole_tensors(self._model, self._state)}
+        """The weights by name, each (shape) in its dtype of NumPy or `ml_dtypes`: read-only views; copies of shards."""
+        if self._layout is None:
+            return {}
+        return {one.name: one.values for one in whole_tensors(self._layout, self._state)}
 
     def files(self) -> dict[str, bytes]:
         """The files that belong to the weights, such as `config.json`, by name."""
@@ -173,10 +187,10 @@ class Follower:
         if whole or current is None or following.base != current or not can_apply:
             self._hold(following)
             self._confirmed = ()
-            yield from whole_tensors(following.model, self._state)
+            yield from whole_tensors(following.layout, self._state)
         else:
             self._confirmed = (current, following.step.ref)
-            yield from changed_tensors(following.model, following.changes)
+            yield from changed_tensors(following.layout, following.changes)
 
     @checked
     def confirm(self, step: int | FollowedStep | None = None) -> FollowedStep:
@@ -213,20 +227,27 @@ class Follower:
         """
         head = self._look_now()
         target = self._target(head, step)
-        memory = tensor_memory(tensors, self._source.model(self._source.record(target)))
+        layout = self._layout_at(target)
+        memory = tensor_memory(tensors, layout.model, layout.tensors)
         following = self._fetch(step, head)
         copies, addresses = _by_copy(memory), tuple(values.ctypes.data for _, values in memory)
-        changes = [(one, copy) for copy in copies for one in following.changes if one.chunk.tensor in copy]
+        changes = [
+            _LocatedChange(one, following.layout, copy[one.chunk.tensor])
+            for copy in copies
+            for one in following.changes
+            if one.chunk.tensor in copy
+        ]
         current = None if self._step is None else self._step.ref
         has_last = addresses == self._addresses and current is not None and self._written == following.base == current
         with ThreadPoolExecutor(self._threads, "ckpt-apply") as pool:
-            has_last = has_last and all(pool.map(lambda pair: pair[0].is_equal(pair[1], self._state), changes))
+            has_last = has_last and all(pool.map(lambda one: one.is_before(self._state), changes))
             self._written, self._addresses = None, addresses
             self._hold(following)
             if has_last:
-                pending = [pool.submit(change.put, copy) for change, copy in changes]
+                pending = [pool.submit(change.write) for change in changes]
             else:
-                pending = [pool.submit(np.copyto, values, self._state[number]) for number, values in memory]
+                layout = following.layout
+                pending = [pool.submit(_copy, layout, number, self._state, values) for number, values in memory]
             for one in pending:
                 one.result()
         self._written = following.step.ref
@@ -235,7 +256,7 @@ class Follower:
     def close(self) -> None:
         """Free the weights. What waits or fetches in another thread raises `InvalidArgumentError` there."""
         self._stop.set()
-        self._state, self._next, self._model, self._step = (), None, None, None
+        self._state, self._next, self._layout, self._step = (), None, None, None
 
     def _look_now(self) -> Head:
         self._check_open()
@@ -265,25 +286,27 @@ class Follower:
         record = self._source.record(target)
         following = FollowedStep.of(record, target)
         if current is not None and current.ref == target:
-            assert self._model is not None
-            return _NextState(following, self._model, record.model, target, [])
-        model = self._source.model(record)
-        is_same = self._model is not None and model_digest(self._model) == model_digest(model)
-        if self._model is not None and not is_same and not self._accepts_other:
-            raise other_model(self._model, model, self._source.where)
+            assert self._layout is not None
+            return _NextState(following, self._layout, record.model, target, [])
+        layout, before = self._layout_at(target), self._layout
+        is_same = before is not None and model_digest(before.model) == model_digest(layout.model)
+        if before is not None and not is_same and not self._accepts_other:
+            raise other_model(before.model, layout.model, self._source.where)
         if not is_same:
-            check_memory(model, self._source.where)
+            check_memory(layout, self._source.where)
 
         def use(route: Route) -> _NextState:
-            if is_same and self._model is not None and current is not None:
+            if before is not None and is_same and current is not None and before.can_continue(layout):
                 if not route.begins_with_base and route.end.model != self._model_ref:
                     raise CorruptError("deltas between two models", where=self._source.where / record.key)
-                before = in_order(self._state, self._model, model)
-                changes = find_changes(self._source, route, model, before, self._threads)
-                return _NextState(following, model, record.model, current.ref, changes)
-            whole = new_state(model)
-            write_state(self._source, route, model, None, whole, self._threads)
-            return _NextState(following, model, record.model, None, [], whole)
+                state = before.in_order(self._state, layout)
+                changes = find_changes(self._source, route, layout, state, self._threads)
+                return _NextState(following, layout, record.model, current.ref, changes)
+            if not route.begins_with_base:
+                raise CorruptError("deltas between two models", where=self._source.where / record.key)
+            whole = layout.new_state()
+            write_state(self._source, route, layout, None, whole, self._threads)
+            return _NextState(following, layout, record.model, None, [], whole)
 
         begin = current.ref if is_same and current is not None else None
         try:
@@ -292,17 +315,24 @@ class Follower:
             raise _closed() from None
         return self._next
 
+    def _layout_at(self, target: RecordRef) -> StateLayout:
+        """What this follower has of the model of a step."""
+        record = self._source.record(target)
+        if self._layout is not None and record.model == self._model_ref:
+            return self._layout
+        return self._part.layout_of(self._source, record)
+
     def _hold(self, following: _NextState) -> None:
         """Let a state that was verified be the one that is held."""
         if following.whole is not None:
             self._state = following.whole
-        elif self._model is not None:
-            self._state = in_order(self._state, self._model, following.model)
+        elif self._layout is not None:
+            self._state = self._layout.in_order(self._state, following.layout)
         for change in following.changes:
             change.put(self._state)
-        self._step, self._model, self._model_ref, self._next = (
+        self._step, self._layout, self._model_ref, self._next = (
             following.step,
-            following.model,
+            following.layout,
             following.model_ref,
             None,
         )
@@ -322,11 +352,35 @@ class Follower:
             raise _closed()
 
 
-def check_memory(model: PublishedModel, where: Path) -> None:
-    """Raise `UnsafeError` if this machine cannot have a state of the model in memory."""
+@dataclass(frozen=True, eq=False)
+class _LocatedChange:
+    """A change of a chunk, and the memory of its tensor that the caller has: (elements,) in its dtype."""
+
+    change: ChunkChange
+    layout: StateLayout
+    memory: Array
+
+    def is_before(self, state: State) -> bool:
+        """Whether the caller's values are those of a state."""
+        indices, which = self.layout.indices(self.change.chunk, self.change.positions)
+        before = self.change.values_before(state)
+        return not len(positions_of_changes(before if which is None else before[which], self.memory[indices]))
+
+    def write(self) -> None:
+        """Write the values after."""
+        indices, which = self.layout.indices(self.change.chunk, self.change.positions)
+        self.memory[indices] = self.change.values if which is None else self.change.values[which]
+
+
+def _copy(layout: StateLayout, number: int, state: State, values: Array) -> None:
+    np.copyto(values, layout.values(number, state).reshape(-1))
+
+
+def check_memory(layout: StateLayout, where: Path) -> None:
+    """Raise `UnsafeError` if this machine cannot have a state in memory."""
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if model.nbytes > there:
-        needed, has = format_nbytes(model.nbytes), format_nbytes(there)
+    if layout.nbytes > there:
+        needed, has = format_nbytes(layout.nbytes), format_nbytes(there)
         raise UnsafeError(f"the weights need {needed}, and this machine has {has} of memory", where=where)
 
 

@@ -4,6 +4,9 @@
 is served. The next step is written into `TARGET/.next`, from the weights of the served one. Once every chunk was
 verified, `.next` gets the free name, and the link is replaced by one rename. Weights are not flushed to the disk: a
 follower that starts verifies what the link names.
+
+A folder of one tensor-parallel rank has the rank's shards in its safetensors, and in `.chunks` the chunks of which they
+are parts, because a change is coded against all values of its chunk.
 """
 
 import mmap
@@ -12,6 +15,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -19,8 +23,9 @@ from types import TracebackType
 import numpy as np
 
 from ckpt.following.decode import first_wrong_rank, write_state
+from ckpt.following.shards import ALL_RANKS, ShardLayout, TensorParallelRank
 from ckpt.following.source import FollowedStep, PublishedSource
-from ckpt.following.state import State, other_model
+from ckpt.following.state import State, StateLayout, other_model
 from ckpt_formats.containers.safetensors import SUFFIX, TensorSlot, header_bytes
 from ckpt_formats.containers.safetensors_shards import SAFETENSORS_INDEX
 from ckpt_formats.containers.shard_index import index_text, numbered_names
@@ -47,6 +52,10 @@ MAX_FILE_NBYTES = 5 * 10**9
 """Bytes of tensors in one file, as `save_pretrained` has it."""
 _NAMES = ("a", "b")
 _NEXT, _NEXT_LINK, _OLD, _LOCK = ".next", ".current", ".old", ".lock"
+_ALIGNMENT = 64
+"""Bytes: chunks begin at multiples, so that those of any dtype are aligned."""
+_CHUNKS = ".chunks"
+"""The arrays of a `ShardLayout`, one after another, then the digests of all chunks of the ranks that it needs."""
 _INDEX = f"model{SAFETENSORS_INDEX}"
 
 
@@ -60,7 +69,7 @@ class Advance:
     records: int
     """The deltas, folds and bases that were read."""
     nbytes: int
-    """Their bytes."""
+    """What was read of their objects."""
     from_base: bool
 
 
@@ -82,15 +91,40 @@ class _WeightsFile:
 class _MappedWeights:
     """A folder of weights that is mapped into memory."""
 
-    model: PublishedModel
+    layout: StateLayout
     state: State
+    shards: Sequence[Array] | None = None
+    """Of a tensor-parallel rank: its shards, by the number of the tensor; the state has the chunks. None: all ranks."""
+    digests: Array | None = None
+    """With `shards`: (16 * chunks,) uint8, those of all chunks of each rank that is needed."""
+
+    def write_shards(self, digests: Sequence[bytes]) -> None:
+        """Write what is served of a state that was verified, and the digests by which."""
+        if self.shards is None or self.digests is None:
+            return
+        self.digests[:] = np.frombuffer(b"".join(digests), np.uint8)
+        for number, tensor in enumerate(self.layout.tensors):
+            self.shards[number][...] = self.layout.values(number, self.state).reshape(-1).view(tensor.dtype)
+
+    def digests_by_rank(self) -> list[bytes] | None:
+        """The digests by rank: nothing for a rank that is not needed. None: the layout has all chunks."""
+        if self.digests is None:
+            return None
+        ends = list(accumulate(_digests_nbytes(self.layout, rank) for rank in range(len(self.layout.model.pieces))))
+        return [self.digests[a:b].tobytes() for a, b in zip([0, *ends], ends, strict=False)]
 
 
 class ServedFolder(AbstractContextManager["ServedFolder"]):
     """The folder TARGET, which this process alone writes. One thread uses it at a time."""
 
-    def __init__(self, target: Path, source: PublishedSource, threads: int) -> None:
-        """Serve steps of a chain in a folder, which is created within the context.
+    def __init__(
+        self,
+        target: Path,
+        source: PublishedSource,
+        threads: int,
+        part: TensorParallelRank = ALL_RANKS,
+    ) -> None:
+        """Serve steps of a chain in a folder, which is created within the context. `part`: whose shards it has.
 
         Raises there: `LockedError` if another process serves it, `OutputError` if it has other contents or cannot be
         written.
@@ -98,6 +132,7 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
         self.target = target
         self.source = source
         self.threads = threads
+        self._part = part
         self.step: FollowedStep | None = None
         """The step that is served, verified by this process."""
         self._current: _MappedWeights | None = None
@@ -162,28 +197,30 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
         if self.step is not None and self.step.ref == target and self.path is not None:
             return Advance(self.step, self.path, 0, 0, False)
         record = self.source.record(target)
-        model, following = self.source.model(record), FollowedStep.of(record, target)
-        if self._current is not None and model_digest(self._current.model) != model_digest(model):
-            raise other_model(self._current.model, model, self.source.where)
-        files = weights_files(model)
+        layout, following = self._part.layout_of(self.source, record), FollowedStep.of(record, target)
+        model = layout.model
+        if self._current is not None and model_digest(self._current.layout.model) != model_digest(model):
+            raise other_model(self._current.layout.model, model, self.source.where)
+        files = weights_files(layout, self._part)
         _check_names(model, self.source.where / record.model.key)
         data = {**self.source.files(record), **_index(files), RECORD: self.source.record_bytes(target)}
         written: _MappedWeights | None = None
 
-        def use(route: Route) -> Route:
+        def use(route: Route) -> tuple[Route, int]:
             nonlocal written
             current = None if route.begins_with_base else self._current
-            if current is not None and current.model != model:
+            if current is not None and current.layout.model != model:
                 raise CorruptError("deltas between two models", where=self.source.where / record.key)
             if written is None:
                 with _writing(self.target):
-                    written = self._next_folder(model, files)
+                    written = self._next_folder(layout, files)
             before = None if current is None else current.state
-            write_state(self.source, route, model, before, written.state, self.threads)
-            return route
+            read = write_state(self.source, route, layout, before, written.state, self.threads)
+            written.write_shards(read.digests)
+            return route, read.nbytes
 
         try:
-            route = self.source.along_route(head, None if self.step is None else self.step.ref, target, use)
+            route, nbytes = self.source.along_route(head, None if self.step is None else self.step.ref, target, use)
             assert written is not None
             with _writing(self.target):
                 folder = self._publish(data)
@@ -194,7 +231,7 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
             raise
         self._other, self._is_released = self._current, False
         self._current, self.step = written, following
-        return Advance(following, folder, len(route.records), route.nbytes, route.begins_with_base)
+        return Advance(following, folder, len(route.records), nbytes, route.begins_with_base)
 
     def release_other(self) -> None:
         """State that nobody reads the folder that was served before: its files may be written in place."""
@@ -229,22 +266,25 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
         """Take what is served for what it is. Raises `CorruptError`, `IncompleteError`, `OSError`."""
         data = read_whole(folder / RECORD, MAX_RECORD)
         record = StepRecord.from_bytes(data, folder / RECORD, self.source.signing_key)
-        model = self.source.model(record)
-        files = weights_files(model)
+        layout = self._part.layout_of(self.source, record)
+        files = weights_files(layout, self._part)
         for name, content in {**self.source.files(record), **_index(files)}.items():
             if read_whole(folder / name, max(len(content), 1)) != content:
                 raise CorruptError("is not the file that was published", where=folder / name)
-        state = _map(folder, model, files, is_new=False)
-        rank = first_wrong_rank(record, model, state, self.threads)
+        weights = _map(folder, layout, files, is_new=False)
+        rank = first_wrong_rank(record, layout, weights.state, self.threads, weights.digests_by_rank())
         if rank is not None:
             raise CorruptError(f"the weights of rank {rank} are not those of step {record.name.step}", where=folder)
-        self._current = _MappedWeights(model, state)
+        for number, shard in enumerate([] if weights.shards is None else weights.shards):
+            if layout.values(number, weights.state).tobytes() != shard.tobytes():
+                raise CorruptError("a shard has other values than its chunks", where=folder)
+        self._current = weights
         self.step = FollowedStep.of(record, ref_of(record.name, data))
 
-    def _next_folder(self, model: PublishedModel, files: Sequence[_WeightsFile]) -> _MappedWeights:
+    def _next_folder(self, layout: StateLayout, files: Sequence[_WeightsFile]) -> _MappedWeights:
         """The folder for the next step, mapped: what was served before, if it may be written in place, else new."""
         other, path = self.target / self._free_name(), self.target / _NEXT
-        if self._is_released and self._other is not None and self._other.model == model:
+        if self._is_released and self._other is not None and self._other.layout.model == layout.model:
             os.rename(other, path)
             (path / RECORD).unlink()
             return self._other
@@ -254,9 +294,11 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
             _remove(self.target / _OLD)
         path.mkdir()
         needed, there = sum(file.nbytes for file in files), shutil.disk_usage(path).free
+        if isinstance(layout, ShardLayout):
+            needed += _chunks_nbytes(layout)
         if needed > there:
             raise _full(needed, there, self.target)
-        return _MappedWeights(model, _map(path, model, files, is_new=True))
+        return _map(path, layout, files, is_new=True)
 
     def _publish(self, files: dict[str, bytes]) -> Path:
         """Give the folder that is complete its name, and let the link name it."""
@@ -273,10 +315,10 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
         return _NAMES[1] if self._served_name() == _NAMES[0] else _NAMES[0]
 
 
-def weights_files(model: PublishedModel) -> list[_WeightsFile]:
-    """The files of safetensors for a model: one, or several of at most 5 GB. Raises `UnsupportedError`."""
+def weights_files(layout: StateLayout, part: TensorParallelRank) -> list[_WeightsFile]:
+    """The files of safetensors for what is served: one, or several of at most 5 GB. Raises `UnsupportedError`."""
     groups, nbytes = list[list[int]](), 0
-    for number, tensor in enumerate(model.tensors):
+    for number, tensor in enumerate(layout.tensors):
         size = prod(tensor.shape) * tensor.dtype.itemsize
         if not groups or nbytes + size > MAX_FILE_NBYTES:
             groups.append([])
@@ -284,20 +326,21 @@ def weights_files(model: PublishedModel) -> list[_WeightsFile]:
         groups[-1].append(number)
         nbytes += size
     names = numbered_names(len(groups or [[]]))
-    return [_weights_file(model, name, group) for name, group in zip(names, groups or [[]], strict=True)]
+    return [_weights_file(layout, part, name, group) for name, group in zip(names, groups or [[]], strict=True)]
 
 
-def _weights_file(model: PublishedModel, name: str, numbers: Sequence[int]) -> _WeightsFile:
+def _weights_file(layout: StateLayout, part: TensorParallelRank, name: str, numbers: Sequence[int]) -> _WeightsFile:
     """A file with these tensors, those of the largest elements first: so each of them is aligned."""
     slots, at = list[tuple[int, TensorSlot]](), 0
-    for number in sorted(numbers, key=lambda one: -model.tensors[one].dtype.itemsize):
-        tensor = model.tensors[number]
+    for number in sorted(numbers, key=lambda one: -layout.tensors[one].dtype.itemsize):
+        tensor = layout.tensors[number]
         slot = TensorSlot(tensor.name, tensor.dtype, tensor.shape, at)
         slots.append((number, slot))
         at += slot.nbytes
     there = {slot.name for _, slot in slots}
-    aliases = {alias: name for alias, name in model.aliases.items() if name in there}
-    header = header_bytes([slot for _, slot in slots], {"format": "pt", **aliases})
+    aliases = {alias: name for alias, name in layout.model.aliases.items() if name in there}
+    own = {"tensor_parallel": str(part)} if part.ranks > 1 else {}
+    header = header_bytes([slot for _, slot in slots], {"format": "pt", **own, **aliases})
     return _WeightsFile(name, header, tuple(slots))
 
 
@@ -316,33 +359,59 @@ def _check_names(model: PublishedModel, where: Path) -> None:
             raise UnsafeError(f"a file of the model has the name of weights: {printable(name)!r}", where=where)
 
 
-def _map(folder: Path, model: PublishedModel, files: Sequence[_WeightsFile], is_new: bool) -> list[Array]:
+def _map(folder: Path, layout: StateLayout, files: Sequence[_WeightsFile], is_new: bool) -> _MappedWeights:
     """The weights in files that are mapped; with `is_new`, the files are created, with room for all of them.
 
     Raises `CorruptError` if a file does not begin as it should, `OSError`.
     """
-    state = dict[int, Array]()
+    shown = dict[int, Array]()
     for file in files:
-        path = folder / file.name
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if is_new else 0)
-        descriptor = os.open(path, flags, 0o644)
-        try:
-            if is_new:
-                os.posix_fallocate(descriptor, 0, file.nbytes)  # so that no write into the map can find the disk full
-            elif os.fstat(descriptor).st_size != file.nbytes:
-                raise CorruptError("has another size than its tensors", where=path)
-            memory = np.frombuffer(mmap.mmap(descriptor, file.nbytes), np.uint8)
-        finally:
-            os.close(descriptor)
-        start = len(file.header)
+        path, start = folder / file.name, len(file.header)
+        memory = _map_file(path, file.nbytes, is_new)
         if is_new:
             memory[:start] = np.frombuffer(file.header, np.uint8)
         elif memory[:start].tobytes() != file.header:
             raise CorruptError("does not begin with the header of its tensors", where=path)
         for number, slot in file.slots:
             begin = start + slot.offset
-            state[number] = memory[begin : begin + slot.nbytes].view(slot.dtype)
-    return [state[number] for number in range(len(model.tensors))]
+            shown[number] = memory[begin : begin + slot.nbytes].view(slot.dtype)
+    tensors = [shown[number] for number in range(len(layout.tensors))]
+    if not isinstance(layout, ShardLayout):
+        return _MappedWeights(layout, tensors)
+    memory, at, chunks = _map_file(folder / _CHUNKS, _chunks_nbytes(layout), is_new), 0, list[Array]()
+    for size, dtype in layout.arrays():
+        chunks.append(memory[at : at + size * dtype.itemsize].view(dtype))
+        at += _aligned(size * dtype.itemsize)
+    return _MappedWeights(layout, chunks, tensors, memory[at:])
+
+
+def _map_file(path: Path, nbytes: int, is_new: bool) -> Array:
+    """A file that is mapped: (nbytes,) uint8. Raises `CorruptError` if it has another size."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if is_new else 0)
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        if is_new:
+            if nbytes:
+                os.posix_fallocate(descriptor, 0, nbytes)  # so that no write into the map can find the disk full
+        elif os.fstat(descriptor).st_size != nbytes:
+            raise CorruptError("has another size than its tensors", where=path)
+        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8) if nbytes else np.empty(0, np.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def _chunks_nbytes(layout: ShardLayout) -> int:
+    """The bytes of the file of chunks and digests."""
+    values = sum(_aligned(size * dtype.itemsize) for size, dtype in layout.arrays())
+    return values + sum(_digests_nbytes(layout, rank) for rank in range(len(layout.model.pieces)))
+
+
+def _digests_nbytes(layout: StateLayout, rank: int) -> int:
+    return 16 * sum(layout.model.chunk_counts(rank)) if layout.chunks(rank) else 0
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _remove(path: Path) -> None:

@@ -5,10 +5,11 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
@@ -231,6 +232,11 @@ class PublishedSource:
         """The files that a folder of the model has beside its weights, by name. Raises as `model`."""
         return {name: self._small(record, ref, MAX_FILE) for name, ref in self.model(record).files.items()}
 
+    def file(self, record: StepRecord, name: str) -> bytes | None:
+        """A file that a folder of the model has beside its weights; None if it has no such file. Raises as `model`."""
+        ref = self.model(record).files.get(name)
+        return None if ref is None else self._small(record, ref, MAX_FILE)
+
     def fetch(self, record: StepRecord, ref: ObjectRef, most: int) -> memoryview:
         """An object of a step, compared with its hash: (nbytes,) uint8, in memory or mapped from a temporary file.
 
@@ -241,9 +247,28 @@ class PublishedSource:
             raise UnsafeError(f"has {ref.nbytes:,} bytes, more than it can need ({most:,})", where=where)
 
         def read() -> memoryview:
-            data = self._spool(ref) if ref.nbytes > MAX_IN_MEMORY else self.place.read_range(ref.key, 0, ref.nbytes)
+            is_large = ref.nbytes > MAX_IN_MEMORY
+            data = self._spool(ref, [(0, ref.nbytes)])[0] if is_large else self.place.read_range(ref.key, 0, ref.nbytes)
             ref.check(data, where)
             return data
+
+        return self._repeated(read, lambda: _missing_object(record, where))
+
+    def fetch_ranges(
+        self, record: StepRecord, ref: ObjectRef, most: int, ranges: Sequence[tuple[int, int]]
+    ) -> list[memoryview]:
+        """Ranges of an object of a step, by the offset and bytes of each; the caller verifies them. Raises as `fetch`.
+
+        They are in memory, or together in a temporary file.
+        """
+        where = self.place.where(ref.key)
+        if ref.nbytes > most or any(at + nbytes > ref.nbytes for at, nbytes in ranges):
+            raise UnsafeError(f"has {ref.nbytes:,} bytes, but {most:,} at most can be needed", where=where)
+
+        def read() -> list[memoryview]:
+            if sum(nbytes for _, nbytes in ranges) > MAX_IN_MEMORY:
+                return self._spool(ref, ranges)
+            return [self.place.read_range(ref.key, at, nbytes) for at, nbytes in ranges]
 
         return self._repeated(read, lambda: _missing_object(record, where))
 
@@ -271,18 +296,22 @@ class PublishedSource:
     def _small(self, record: StepRecord, ref: ObjectRef, most: int) -> bytes:
         return bytes(self.fetch(record, ref, most))
 
-    def _spool(self, ref: ObjectRef) -> memoryview:
-        """The bytes of an object, mapped from a file without a name."""
+    def _spool(self, ref: ObjectRef, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Ranges of an object, mapped from a file without a name."""
         folder = Path(self.scratch or tempfile.gettempdir())
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            for at in range(0, ref.nbytes, _BLOCK):
-                self.check_stop()
-                data = self.place.read_range(ref.key, at, min(_BLOCK, ref.nbytes - at))
-                try:
-                    write_all(file, data)
-                except OSError as error:
-                    raise unwritable(error, folder) from error
-            return memoryview(mmap.mmap(file.fileno(), ref.nbytes, prot=mmap.PROT_READ))
+            for first, nbytes in ranges:
+                for at in range(first, first + nbytes, _BLOCK):
+                    self.check_stop()
+                    data = self.place.read_range(ref.key, at, min(_BLOCK, first + nbytes - at))
+                    try:
+                        write_all(file, data)
+                    except OSError as error:
+                        raise unwritable(error, folder) from error
+            total = sum(nbytes for _, nbytes in ranges)
+            whole = memoryview(mmap.mmap(file.fileno(), total, prot=mmap.PROT_READ))
+        ends = list(accumulate(nbytes for _, nbytes in ranges))
+        return [whole[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
     def _read_record(self, key: str) -> bytes | None:
         data = self._records.get(key)

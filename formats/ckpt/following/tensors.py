@@ -1,7 +1,7 @@
 """The memory of tensors that the caller has: NumPy's arrays, and tensors of torch by their address, without torch."""
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -17,11 +17,14 @@ from ckpt_formats.universal.published.model import PublishedModel, PublishedTens
 _MAX_SHOWN = 5
 
 
-def tensor_memory(tensors: Mapping[str, Any], model: PublishedModel) -> list[tuple[int, Array]]:
+def tensor_memory(
+    tensors: Mapping[str, Any], model: PublishedModel, shown: Sequence[PublishedTensor]
+) -> list[tuple[int, Array]]:
     """The number of the published tensor, and the memory, (elements,) in its dtype, of each tensor; nothing is written.
 
     tensors: all tensors of the model by name, perhaps also by its aliases; each a CPU tensor of torch or an array of
-    NumPy or `ml_dtypes`, contiguous, in the tensor's shape and dtype. A tensor that has two names is returned once.
+    NumPy or `ml_dtypes`, contiguous, in the tensor's shape and dtype, which are those in `shown`. A tensor that has two
+    names is returned once.
 
     Raises `NoMatchError` for names that are missing or unknown, `InvalidArgumentError` for other shapes or dtypes,
     and for tensors that are not contiguous or not writable, `UnsupportedError` for tensors on another device.
@@ -40,7 +43,7 @@ def tensor_memory(tensors: Mapping[str, Any], model: PublishedModel) -> list[tup
     memory = dict[tuple[int, int], Array]()
     for name, tensor in tensors.items():
         number = numbers[name]
-        values = _memory(name, tensor, model.tensors[number])
+        values = _memory(name, tensor, shown[number])
         memory[number, values.ctypes.data] = values
     _check_disjoint(memory, model)
     return [(number, values) for (number, _), values in memory.items()]

@@ -213,12 +213,26 @@ def shard(name: str, tensor: Tensor, rule: Rule, ranks: int, rank: int, rows: in
         _check_unique(name, tensor, ranks)
         return unstacked(tensor, rank)
     tensor = _with_padding(tensor, rule, ranks, rows)
-    if rule.how in _COPIES or rule.how == "blocks":
-        blocks = cuts(name, tensor.shape, rule, ranks)[rank]
-    else:
+    if rule.how in _COPIES:
         _check_division(name, tensor.shape, rule, ranks)
-        blocks = tuple(place(tensor.shape, rule.axis, _widths(name, tensor.shape, rule, ranks), rank))
-    return tensor if rule.how in _COPIES else _shard(tensor, blocks)
+        return tensor
+    return _shard(tensor, _blocks_of_rank(name, tensor.shape, rule, ranks, rank))
+
+
+def shard_blocks(name: str, shape: Shape, rule: Rule, ranks: int, rank: int) -> tuple[Shape, tuple[ShardBlock, ...]]:
+    """The shape of `shard(...)` of a tensor of this shape, and its blocks that lie within the tensor.
+
+    The rest of the shard is padding. Raises `RulesError` if the tensor does not divide.
+    """
+    padded = _padded_shape(shape, rule, ranks, None)
+    blocks = _blocks_of_rank(name, padded, rule, ranks, rank)
+    own = _shape_of(len(shape), blocks)
+    whole, within = Box.whole(shape), list[ShardBlock]()
+    for block in blocks:
+        common = block.full & whole
+        if common is not None:
+            within.append(ShardBlock(common.within(block.full).shift(block.shard.start), common))
+    return own, tuple(within)
 
 
 def is_even(rule: Rule) -> bool:
@@ -249,12 +263,26 @@ def _check_unique(name: str, tensor: Tensor, ranks: int) -> None:
         raise RulesError(f"tensor `{name}` of shape {list(tensor.shape)} is not one tensor for each of {ranks} ranks")
 
 
+def _blocks_of_rank(name: str, shape: Shape, rule: Rule, ranks: int, rank: int) -> tuple[ShardBlock, ...]:
+    """The blocks of one rank's shard of a tensor of this shape, padding included."""
+    if rule.how != "sharded":
+        return cuts(name, shape, rule, ranks)[rank]
+    _check_division(name, shape, rule, ranks)
+    return tuple(place(shape, rule.axis, _widths(name, shape, rule, ranks), rank))
+
+
 def _with_padding(tensor: Tensor, rule: Rule, ranks: int, rows: int | None) -> Tensor:
     """A vocabulary's table with its padding; any other tensor unchanged."""
-    if (rule.vocabulary is None and not rule.padded) or not tensor.shape:
-        return tensor
-    rows = max(tensor.shape[0], rows or 0)
-    return _padded(tensor, rows if rule.how != "sharded" else -(-rows // ranks) * ranks)
+    shape = _padded_shape(tensor.shape, rule, ranks, rows)
+    is_table = (rule.vocabulary is not None or rule.padded) and tensor.shape
+    return _padded(tensor, shape[0]) if is_table else tensor
+
+
+def _padded_shape(shape: Shape, rule: Rule, ranks: int, rows: int | None) -> Shape:
+    if (rule.vocabulary is None and not rule.padded) or not shape:
+        return shape
+    rows = max(shape[0], rows or 0)
+    return (rows if rule.how != "sharded" else -(-rows // ranks) * ranks, *shape[1:])
 
 
 def _check_division(name: str, shape: Shape, rule: Rule, ranks: int) -> None:
@@ -366,8 +394,12 @@ def _blocks_of(name: str, shapes: Sequence[Shape], rule: Rule) -> tuple[Shape, l
 
 
 def _shard(tensor: Tensor, blocks: Sequence[ShardBlock]) -> Tensor:
-    shape = tuple(max((p.shard.stop[axis] for p in blocks), default=0) for axis in range(len(tensor.shape)))
+    shape = _shape_of(len(tensor.shape), blocks)
     return from_fragments(shape, (Fragment(p.shard, tensor.crop(p.full)) for p in blocks), tensor.dtype)
+
+
+def _shape_of(axes: int, blocks: Sequence[ShardBlock]) -> Shape:
+    return tuple(max((one.shard.stop[axis] for one in blocks), default=0) for axis in range(axes))
 
 
 def _padded(tensor: Tensor, rows: int) -> Tensor:

@@ -19,12 +19,14 @@ when = "gated"              # only for models with this size
 fused = ["ffn", "ffn"]      # formulas of the sizes that the checkpoint states
 """
 
+import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from ckpt_formats.core.arguments import Admits
+from ckpt_formats.core.arguments import Admits, StrPath
 from ckpt_formats.core.errors import CkptError, RulesError, UnsafeError
 from ckpt_formats.core.files import read_settings
 from ckpt_formats.core.formula import is_formula
@@ -59,6 +61,11 @@ def shipped() -> tuple[str, ...]:
 def rule_set(name: str) -> tuple[Rule, ...]:
     """The rules of a set that comes with ckpt."""
     return _read(_SETS / f"{name}.toml", f"set {name}")
+
+
+def rules_of(rules: StrPath | Sequence[Rule]) -> tuple[Rule, ...]:
+    """Rules as arguments of functions give them: a TOML file, the name of a shipped set, or the rules themselves."""
+    return read_rules(Path(rules)) if isinstance(rules, (str, os.PathLike)) else tuple(rules)
 
 
 def read_rules(path: Path) -> tuple[Rule, ...]:
