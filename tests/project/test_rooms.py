@@ -19,7 +19,7 @@ LIMITS = {
     # `publishing` and `following` write and read published chains: the one needs nothing of the other
     "ckpt": (19, 25),
     "ckpt_formats": (8, 17),  # `stores` reads what lies in buckets: paths and files of `core`
-    "ckpt_codecs": (13, 48),
+    "ckpt_codecs": (14, 51),  # `quantised` gives the values of weights that other libraries quantised
 }
 """Rooms and arrows. A room is a module or a package directly in the package; an arrow, that one imports another."""
 NAMES_ONLY = frozenset({"ckpt.errors", "ckpt.ext", "ckpt.types"})

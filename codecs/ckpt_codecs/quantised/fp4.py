@@ -1,0 +1,250 @@
+"""Codes of four bits with shared scales: MXFP4, NVFP4, and the tables NF4 and FP4 of bitsandbytes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+import numpy as np
+
+from ckpt_codecs.base import Array, DType
+from ckpt_codecs.errors import CodecError
+from ckpt_codecs.quantised.base import (
+    BFLOAT16,
+    FLOAT32,
+    Block,
+    Part,
+    Quantisation,
+    check_positive,
+    outer,
+    rounded_into,
+    take_block,
+    to_float32,
+)
+
+_SIZES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+E2M1 = np.array([*_SIZES, *(-size for size in _SIZES)], FLOAT32)
+E2M1[8] = -0.0
+MX_BLOCK = 32
+"""The values that share a scale in MX formats."""
+NVFP4_BLOCK = 16
+
+
+def nibbles(packed: Array, high_first: bool = False) -> Array:
+    """The two halves of each byte: an array of uint8, any shape, whose last axis is twice as long as that of `packed`.
+
+    packed: uint8. The low half comes first, as in MX formats, unless `high_first`.
+    """
+    out = np.empty((*packed.shape[:-1], packed.shape[-1], 2), np.uint8)
+    np.bitwise_and(packed, 15, out=out[..., int(high_first)])
+    np.right_shift(packed, 4, out=out[..., int(not high_first)])
+    return out.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+@dataclass(frozen=True)
+class Mxfp4(Quantisation):
+    """MXFP4 as GPT-OSS stores it: 32 values share a power of two, and files have the matrix transposed.
+
+    Parts: blocks (..., out, in / 32, 16) and scales (..., out, in / 32), uint8. The weight is (..., in, out), as in
+    memory of transformers; `transposed=False`: (..., out, in). Values are exact in bfloat16, but for scales that
+    overflow.
+    """
+
+    transposed: bool = True
+
+    name: ClassVar[str] = "MXFP4"
+
+    def __post_init__(self) -> None:
+        """Raise `CodecError` for a shape that no such weight has."""
+        check_positive(self.shape)
+        if len(self.shape) < 2 or self._in % MX_BLOCK:
+            raise CodecError(f"a weight of the shape {list(self.shape)} has no whole blocks of {MX_BLOCK} values")
+
+    @property
+    def _in(self) -> int:
+        return self.shape[-2] if self.transposed else self.shape[-1]
+
+    @property
+    def code_bits(self) -> float:
+        return 4
+
+    @property
+    def dtype(self) -> DType:
+        return BFLOAT16
+
+    def parts(self) -> tuple[Part, ...]:
+        rows = self.shape[-1] if self.transposed else self.shape[-2]
+        scales = (*self.shape[:-2], rows, self._in // MX_BLOCK)
+        return Part("codes", (*scales, MX_BLOCK // 2), ("uint8",)), Part("scales", scales, ("uint8",))
+
+    def part_blocks(self, block: Block) -> tuple[Block, ...]:
+        *rest, low, high = block
+        rows, columns = (high, low) if self.transposed else (low, high)
+        scales = (*rest, rows, outer(columns, MX_BLOCK))
+        return (*scales, (0, MX_BLOCK // 2)), scales
+
+    def decode(self, block: Block, parts: Sequence[Array], out: Array) -> None:
+        blocks, scales = parts
+        with np.errstate(over="ignore"):
+            values = np.ldexp(E2M1[nibbles(blocks)], (scales.astype(np.int32) - 127)[..., None])
+        values = values.reshape(*scales.shape[:-1], -1)
+        low, high = block[-2] if self.transposed else block[-1]
+        skipped = low % MX_BLOCK
+        values = values[..., skipped : skipped + high - low]
+        rounded_into(values.swapaxes(-1, -2) if self.transposed else values, out)
+
+
+@dataclass(frozen=True)
+class Nvfp4(Quantisation):
+    """NVFP4 of compressed-tensors: 16 values share an FP8 scale, which was multiplied by a scale of the whole tensor.
+
+    Parts: packed (..., n, m / 2) uint8, scales (..., n, m / 16) float8_e4m3fn, global scale float32 of one element.
+    """
+
+    global_shape: tuple[int, ...] = (1,)
+
+    name: ClassVar[str] = "NVFP4"
+
+    def __post_init__(self) -> None:
+        """Raise `CodecError` for a shape that no such weight has."""
+        check_positive(self.shape)
+        if self.shape[-1] % NVFP4_BLOCK or prod(self.global_shape) != 1:
+            raise CodecError(f"a weight of the shape {list(self.shape)} has no whole blocks of {NVFP4_BLOCK} values")
+
+    @property
+    def code_bits(self) -> float:
+        return 4
+
+    @property
+    def dtype(self) -> DType:
+        return FLOAT32
+
+    def parts(self) -> tuple[Part, ...]:
+        *rest, length = self.shape
+        codes, scales = (*rest, length // 2), (*rest, length // NVFP4_BLOCK)
+        return (
+            Part("codes", codes, ("uint8",)),
+            Part("scales", scales, ("float8_e4m3fn",)),
+            Part("scales", self.global_shape, ("float32",)),
+        )
+
+    def part_blocks(self, block: Block) -> tuple[Block, ...]:
+        *rest, columns = block
+        low, high = outer(columns, NVFP4_BLOCK)
+        codes = (low * NVFP4_BLOCK // 2, high * NVFP4_BLOCK // 2)
+        return (*rest, codes), (*rest, (low, high)), tuple((0, n) for n in self.global_shape)
+
+    def decode(self, block: Block, parts: Sequence[Array], out: Array) -> None:
+        codes, scales, overall = parts
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            own = to_float32(scales) / overall.reshape(())
+            values = E2M1[nibbles(codes)].reshape(*scales.shape, NVFP4_BLOCK) * own[..., None]
+        low, high = block[-1]
+        skipped = low % NVFP4_BLOCK
+        rounded_into(values.reshape(*scales.shape[:-1], -1)[..., skipped : skipped + high - low], out)
+
+
+@dataclass(frozen=True)
+class LookupTable(Quantisation):
+    """NF4 and FP4 of bitsandbytes: a table of 16 numbers, times the largest size in a block of the flat weight.
+
+    Parts: codes uint8 (ceil(size / 2), 1), sizes of blocks, table float32 (16,). If the sizes are quantised, too, they
+    are uint8, and there are two more parts: the sizes' own table float32 (256,), and their blocks' sizes float32.
+    """
+
+    block: int
+    """The values that share a scale."""
+    signed_zero: bool
+    """Whether code 8 is -0, as in the kernels of FP4, although the table that files store has 0 there."""
+    nested_block: int | None = None
+    """The sizes that share a scale, if they are quantised."""
+    offset: float = 0.0
+    """Is added to sizes that were quantised."""
+    code_shape: tuple[int, ...] | None = None
+    """The shape in which the codes are stored; None: (ceil(size / 2), 1)."""
+
+    name: ClassVar[str] = "lookup table"
+
+    def __post_init__(self) -> None:
+        """Raise `CodecError` for sizes that no such weight has."""
+        check_positive(self.shape, self.block, *(() if self.nested_block is None else (self.nested_block,)))
+        if self.code_shape is not None and prod(self.code_shape) != -(-prod(self.shape) // 2):
+            raise CodecError(f"codes of the shape {list(self.code_shape)} are not a half byte for each value")
+
+    @property
+    def code_bits(self) -> float:
+        return 4
+
+    @property
+    def dtype(self) -> DType:
+        return FLOAT32
+
+    def parts(self) -> tuple[Part, ...]:
+        size = prod(self.shape)
+        blocks = -(-size // self.block)
+        codes = Part("codes", (-(-size // 2), 1) if self.code_shape is None else self.code_shape, ("uint8",))
+        table = Part("table", (16,), ("float32",))
+        if self.nested_block is None:
+            return codes, Part("scales", (blocks,), ("float32",)), table
+        return (
+            codes,
+            Part("scales", (blocks,), ("uint8",)),
+            table,
+            Part("table", (256,), ("float32",)),
+            Part("scales", (-(-blocks // self.nested_block),), ("float32",)),
+        )
+
+    def _flat(self, block: Block) -> tuple[int, int]:
+        """The range of the flat weight from the first element of a block to its last."""
+        low = high = 0
+        for (start, stop), n in zip(block, self.shape, strict=True):
+            low, high = low * n + start, high * n + stop - 1
+        return (low, high + 1) if all(start < stop for start, stop in block) else (0, 0)
+
+    def part_blocks(self, block: Block) -> tuple[Block, ...]:
+        flat = self._flat(block)
+        bytes_read, blocks = outer(flat, 2), outer(flat, self.block)
+        shape = self.parts()[0].shape
+        axis = max(range(len(shape)), key=lambda i: shape[i]) if shape else 0
+        whole = len([n for n in shape if n != 1]) > 1
+        codes = tuple((0, n) if whole or i != axis else bytes_read for i, n in enumerate(shape))
+        if self.nested_block is None:
+            return codes, (blocks,), ((0, 16),)
+        return codes, (blocks,), ((0, 16),), ((0, 256),), (outer(blocks, self.nested_block),)
+
+    def decode(self, block: Block, parts: Sequence[Array], out: Array) -> None:
+        codes, sizes, table = parts[0].reshape(-1), parts[1], parts[2].copy()
+        low, high = self._flat(block)
+        if codes.size != -(-high // 2) - low // 2:
+            codes = codes[low // 2 : -(-high // 2)]
+        if self.signed_zero and table[8] == 0:
+            table[8] = -0.0
+        first = low // self.block
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self.nested_block is not None:
+                own = (np.arange(first, first + sizes.size) // self.nested_block) - first // self.nested_block
+                sizes = parts[3][sizes] * parts[4][own] + FLOAT32.type(self.offset)
+            numbers = table[nibbles(codes, high_first=True)[low % 2 : low % 2 + high - low]]
+            numbers *= sizes[np.arange(low, high) // self.block - first]
+        take_block(block, self.shape, low, numbers, out)
+
+
+def mxfp4_of(values: Array, blocks: Array, scales: Array) -> None:
+    """Quantise to MXFP4 as OCP MX 1.0 states: exponent of the largest size less 2; nearest, ties to even; saturated.
+
+    values: (..., groups * 32) float32, without NaN; blocks: (..., groups, 16) uint8, scales: (..., groups) uint8, both
+    filled.
+    """
+    groups = values.reshape(*scales.shape, MX_BLOCK)
+    largest = np.abs(groups).max(-1)
+    exponent = np.where(largest > 0, np.frexp(np.where(largest > 0, largest, 1))[1] - 3, -127)
+    exponent = np.clip(exponent, -127, 127)
+    scaled = np.ldexp(groups, -exponent[..., None])
+    sizes = np.minimum(np.abs(scaled), 6)
+    bounds = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], FLOAT32)
+    codes = np.searchsorted(bounds, sizes, "left")
+    ties = (codes < 7) & (sizes == bounds[np.minimum(codes, 6)])
+    codes = codes + (ties & (codes % 2 == 1))
+    codes = (codes | np.where(np.signbit(scaled), 8, 0)).astype(np.uint8)
+    blocks[...] = codes[..., 0::2] | codes[..., 1::2] << 4
+    scales[...] = exponent + 127
