@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _COLUMNS = 48
 _MAX_FILES = 40
 _MAX_VALUE = 70
+_MAX_FAILURES = 3
 _PLURALS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "extra": "extras"}
 
 
@@ -85,6 +86,8 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
 
         click.echo("\nstored")
         columns.show(table(sizes.rows_of(states), indent=2))
+    for line in _quantised(checkpoint):
+        click.echo(line)
     if shared := _shared(checkpoint):
         click.echo("\nin packs of earlier members, whose states did not change since")
         for one in shared:
@@ -110,6 +113,29 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         click.echo("\nfiles" + " " * 27 + "first parameter … last")
         for line in grid(checkpoint):
             click.echo(f"  {line}")
+
+
+def _quantised(checkpoint: Checkpoint) -> Iterator[str]:
+    """A line for each scheme of quantised weights: the weights, their bits, and their size if they were plain."""
+    from ckpt_formats.core.quantised.weights import quantised_weights
+
+    if not quantised_weights(checkpoint):
+        return
+    from ckpt_formats.core.quantised.plain import plain_model  # other models need no codecs
+
+    model = plain_model(checkpoint)
+    schemes = dict.fromkeys((one.scheme, one.quantisation.code_bits) for one in model.weights)
+    for scheme, bits in schemes:
+        own = [one for one in model.weights if (one.scheme, one.quantisation.code_bits) == (scheme, bits)]
+        count = sum(one.tensor.size for one in own)
+        yield (
+            f"quantised   {printable(scheme)}, {bits:g} bits: {len(own):,} weight{'s' * (len(own) != 1)}, "
+            f"{count:,} elements, {format_nbytes(2 * count)} as bfloat16"
+        )
+    for module, why in list(model.failures.items())[:_MAX_FAILURES]:
+        yield f"quantised   {printable(module)} {printable(why)}: not decoded"
+    if len(model.failures) > _MAX_FAILURES:
+        yield f"quantised   and {len(model.failures) - _MAX_FAILURES:,} more that are not decoded"
 
 
 def print_ranks(

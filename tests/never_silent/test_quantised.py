@@ -6,7 +6,7 @@ The tiny checkpoints have the names, types and shapes that the libraries of each
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from ckpt.compare import diff
 from ckpt.job import save
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
-from ckpt_formats.core.errors import UnsupportedError
-from ckpt_formats.core.quantised import quantised_weights
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
+from ckpt_formats.core.quantised.weights import quantised_weights
 from ckpt_formats.registry.opening import open_checkpoint
 from damage import UNSUPPORTED, ckpt
 
@@ -39,6 +39,10 @@ class Case:
     layout: Layout
     config: Mapping[str, Any] | None
     module: str = MODULE
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Those of tensors that describe the weight."""
+    plain: str = "weight"
+    """The name of the plain weight in its module; empty: ckpt does not decode the scheme."""
 
 
 def fp8_config(**more: Any) -> dict[str, Any]:
@@ -49,6 +53,16 @@ def tensors_config(kind: str) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": kind}
 
 
+def quant_state(kind: str, **more: Any) -> dict[str, Any]:
+    text = json.dumps({"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": [64, 32], **more})
+    return {f"weight.quant_state.bitsandbytes__{kind}": np.frombuffer(text.encode(), U8)}
+
+
+_STATES = {
+    "nf4": quant_state("nf4"),
+    "nf4-nested": quant_state("nf4", nested_blocksize=256, nested_offset=0.25, nested_dtype="float32"),
+    "fp4": quant_state("fp4"),
+}
 _NF4 = {
     "weight": ((1024, 1), U8),
     "weight.absmax": ((32,), F32),
@@ -62,37 +76,40 @@ _NESTED = _NF4 | {
 }
 _GPTQ = {"qweight": ((4, 64), I32), "qzeros": ((1, 8), I32), "scales": ((1, 64), F16), "g_idx": ((32,), I32)}
 _PACKED = {"weight_packed": ((64, 4), I32), "weight_scale": ((64, 1), BF16), "weight_shape": ((2,), I64)}
+_SHAPE = {"weight_shape": np.array([64, 32])}
+_ONE_GROUP = {"g_idx": np.zeros(32, I32), "qzeros": np.full((1, 8), 0x12345678, I32)}
+_HQQ = {"nbits": np.array([4]), "group_size": np.array([64]), "axis": np.array([0]), "shape": np.array([64, 32])}
 _EXPERTS = "model.layers.0.mlp.experts"
 
 CASES = {
     "fp8-blocks": Case({"weight": ((64, 32), E4M3), "weight_scale_inv": ((1, 1), F32)}, fp8_config(weight_block_size=[128, 128])),
     "fp8-e8m0": Case({"weight": ((64, 32), E4M3), "weight_scale_inv": ((1, 1), ml_dtypes.float8_e8m0fnu)}, fp8_config()),
-    "fp8-experts": Case({"gate_up_proj": ((2, 64, 32), E4M3), "gate_up_proj_scale_inv": ((2, 1, 1), F32)}, fp8_config(), _EXPERTS),
+    "fp8-experts": Case({"gate_up_proj": ((2, 64, 32), E4M3), "gate_up_proj_scale_inv": ((2, 1, 1), F32)}, fp8_config(), _EXPERTS, plain="gate_up_proj"),
     "fp8-deepseek": Case({"weight": ((64, 32), E4M3), "scale": ((1, 1), F32)}, None),
     "fp8-tensor": Case({"weight": ((64, 32), E4M3), "weight_scale": ((1,), F32), "input_scale": ((1,), F32)}, tensors_config("float-quantized")),
     "fp8-channel": Case({"weight": ((64, 32), E4M3), "weight_scale": ((64, 1), BF16)}, tensors_config("float-quantized")),
     "fp8-e5m2": Case({"weight": ((64, 32), E5M2), "weight_scale": ((64, 1), F32)}, None),
     "fp8-torchao": Case({"_weight_qdata": ((64, 32), E4M3), "_weight_scale": ((64, 1), F32)}, {"quant_method": "torchao"}),
-    "fp8-stack": Case({"w13": ((2, 64, 32), E4M3), "w13_scale": ((2, 64, 1), F32)}, None, _EXPERTS),
+    "fp8-stack": Case({"w13": ((2, 64, 32), E4M3), "w13_scale": ((2, 64, 1), F32)}, None, _EXPERTS, plain="w13"),
     "int8-torchao": Case({"_weight_qdata": ((64, 32), I8), "_weight_scale": ((64, 1), F32)}, {"quant_method": "torchao"}),
     "int8-channel": Case({"weight": ((64, 32), I8), "weight_scale": ((64, 1), F32)}, tensors_config("int-quantized")),
-    "int4-groups": Case(_PACKED, tensors_config("pack-quantized")),
-    "int4-asymmetric": Case(_PACKED | {"weight_zero_point": ((8, 1), I32), "weight_g_idx": ((32,), I32)}, tensors_config("pack-quantized")),
+    "int4-groups": Case(_PACKED, tensors_config("pack-quantized"), values=_SHAPE),
+    "int4-asymmetric": Case(_PACKED | {"weight_zero_point": ((8, 1), I32), "weight_g_idx": ((32,), I32)}, tensors_config("pack-quantized"), values=_SHAPE | {"weight_g_idx": np.zeros(32, I32)}),
     "awq": Case({"qweight": ((32, 8), I32), "qzeros": ((1, 8), I32), "scales": ((1, 64), F16)}, {"quant_method": "awq", "bits": 4}),
-    "gptq": Case(_GPTQ, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"}),
-    "gptq-v2": Case(_GPTQ, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}),
-    "hqq": Case({"W_q": ((32, 32), U8), "scale": ((1, 32), F16), "zero": ((1, 32), F16), "nbits": ((1,), F32)}, {"quant_method": "hqq"}),
-    "nf4": Case(_NF4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
-    "nf4-nested": Case(_NESTED, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
-    "fp4": Case({key.replace("nf4", "fp4"): form for key, form in _NF4.items()}, None),
-    "int8-bitsandbytes": Case({"weight": ((64, 32), I8), "SCB": ((64,), F32), "weight_format": ((), U8)}, {"load_in_8bit": True}),
-    "mxfp4": Case({"gate_up_proj_blocks": ((2, 64, 1, 16), U8), "gate_up_proj_scales": ((2, 64, 1), U8)}, {"quant_method": "mxfp4"}, _EXPERTS),
+    "gptq": Case(_GPTQ, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"}, values=_ONE_GROUP),
+    "gptq-v2": Case(_GPTQ, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, values=_ONE_GROUP),
+    "hqq": Case({"W_q": ((32, 32), U8), "scale": ((1, 32), F16), "zero": ((1, 32), F16)} | {key: ((len(v),), I64) for key, v in _HQQ.items()}, {"quant_method": "hqq"}, values=_HQQ),
+    "nf4": Case(_NF4, {"quant_method": "bitsandbytes", "load_in_4bit": True}, values=_STATES["nf4"]),
+    "nf4-nested": Case(_NESTED, {"quant_method": "bitsandbytes", "load_in_4bit": True}, values=_STATES["nf4-nested"]),
+    "fp4": Case({key.replace("nf4", "fp4"): form for key, form in _NF4.items()}, None, values=_STATES["fp4"]),
+    "int8-bitsandbytes": Case({"weight": ((64, 32), I8), "SCB": ((64,), F32), "weight_format": ((), U8)}, {"load_in_8bit": True}, values={"weight_format": np.zeros((), U8)}),
+    "mxfp4": Case({"gate_up_proj_blocks": ((2, 64, 1, 16), U8), "gate_up_proj_scales": ((2, 64, 1), U8)}, {"quant_method": "mxfp4"}, _EXPERTS, plain="gate_up_proj"),
     "nvfp4": Case({"weight_packed": ((64, 16), U8), "weight_scale": ((64, 2), E4M3), "weight_global_scale": ((1,), F32)}, tensors_config("nvfp4-pack-quantized")),
-    "nvfp4-modelopt": Case({"weight": ((64, 16), U8), "weight_scale": ((64, 2), E4M3), "weight_scale_2": ((), F32), "input_scale": ((), F32)}, {"quant_algo": "NVFP4"}),
-    "quanto": Case({"weight._data": ((64, 32), I8), "weight._scale": ((64, 1), F32), "input_scale": ((), F32)}, None),
-    "vptq": Case({"indices": ((1, 8, 32), np.int16), "centroids": ((1, 256, 8), F16), "perm": ((32,), np.uint16)}, {"quant_method": "vptq"}),
-    "unknown": Case({"levels": ((64, 8), I32), "range": ((64, 1), F16)}, {"quant_method": "of-tomorrow"}),
-    "without-a-name": Case({"codes": ((64, 32), U8), "row_scale": ((64, 1), F16)}, None),
+    "nvfp4-modelopt": Case({"weight": ((64, 16), U8), "weight_scale": ((64, 2), E4M3), "weight_scale_2": ((), F32), "input_scale": ((), F32)}, {"quant_algo": "NVFP4"}, plain=""),
+    "quanto": Case({"weight._data": ((64, 32), I8), "weight._scale": ((64, 1), F32), "input_scale": ((), F32)}, None, plain=""),
+    "vptq": Case({"indices": ((1, 8, 32), np.int16), "centroids": ((1, 256, 8), F16), "perm": ((32,), np.uint16)}, {"quant_method": "vptq"}, plain=""),
+    "unknown": Case({"levels": ((64, 8), I32), "range": ((64, 1), F16)}, {"quant_method": "of-tomorrow"}, plain=""),
+    "without-a-name": Case({"codes": ((64, 32), U8), "row_scale": ((64, 1), F16)}, None, plain=""),
 }  # fmt: skip
 
 
@@ -127,7 +144,10 @@ def codes_of(case: Case) -> set[str]:
 def model(folder: Path, case: Case, seed: int = 0, config: bool = True) -> Checkpoint:
     """A checkpoint of Hugging Face's: one quantised weight, its bias, and a plain norm."""
     folder.mkdir(parents=True)
-    tensors = {f"{case.module}.{name}": random_array(*form, seed) for name, form in case.layout.items()}
+    tensors = {
+        f"{case.module}.{name}": case.values[name] if name in case.values else random_array(*form, seed)
+        for name, form in case.layout.items()
+    }
     tensors[f"{case.module}.bias"] = random_array((64,), F32, seed)
     tensors["model.norm.weight"] = random_array((32,), F32, seed)
     write_safetensors(folder / "model.safetensors", tensors)
@@ -158,18 +178,68 @@ def test_known_schemes_are_recognised_without_a_configuration(scheme: str, tmp_p
     assert set(weight.parts) == codes_of(CASES[scheme])
 
 
-@pytest.mark.parametrize("scheme", CASES)
-def test_cast_carries_codes_and_scales_and_says_so(scheme: str, models: Mapping[str, Checkpoint]) -> None:
-    source, codes = models[scheme], codes_of(CASES[scheme])
-    before = values(source)
+@pytest.mark.parametrize("scheme", [name for name, case in CASES.items() if case.plain])
+def test_cast_dequantises_and_says_so(scheme: str, models: Mapping[str, Checkpoint]) -> None:
+    source, case = models[scheme], CASES[scheme]
+    name = f"{case.module}.{case.plain}"
     for dtype in ("bfloat16", "float16", "float32", "float64"):
         result = source.cast(dtype)
-        after = values(result)
-        assert {name: after[name] for name in codes} == {name: before[name] for name in codes}
-        assert {after[name][0] for name in before.keys() - codes} == {dtype}
-        (spoken,) = [notice for notice in result.notices if notice not in source.notices]
-        assert "1 quantised weight" in spoken
-        assert CASES[scheme].module in spoken.names
+        assert set(result) == {name, f"{case.module}.bias", "model.norm.weight"}
+        assert {p.dtype.name for p in result.values()} == {dtype}
+        assert sorted(result[name].shape[-2:]) == [32, 64]
+        assert quantised_weights(result) == ()
+        assert "quantization_config" not in json.dumps(result.extras["hf/config.json"])
+        spoken = [notice for notice in result.notices if notice not in source.notices]
+        assert [notice.names for notice in spoken if "dequantised from" in notice] == [(name,)]
+        assert np.asarray(result[name]).shape == result[name].shape
+
+
+@pytest.mark.parametrize("scheme", [name for name, case in CASES.items() if not case.plain])
+def test_cast_refuses_schemes_that_are_not_decoded(scheme: str, models: Mapping[str, Checkpoint]) -> None:
+    with pytest.raises(UnsupportedError, match=r"cannot be dequantised.*" + CASES[scheme].module.replace(".", r"\.")):
+        models[scheme].cast("bf16")
+
+
+def test_values_of_fp8_blocks_are_codes_times_scales_rounded_once(tmp_path: Path) -> None:
+    case = Case(
+        {"weight": ((300, 200), E4M3), "weight_scale_inv": ((3, 2), F32)}, fp8_config(weight_block_size=[128] * 2)
+    )
+    source = model(tmp_path / "m", case)
+    codes, scales = (np.asarray(source[f"{MODULE}.{own}"]).astype(F32) for own in case.layout)
+    whole = codes * scales.repeat(128, 0)[:300].repeat(128, 1)[:, :200]
+    weight = source.cast("bf16")[f"{MODULE}.weight"]
+    assert np.array_equal(np.asarray(weight), whole.astype(BF16))
+    assert np.array_equal(weight[130:260, 100:150], whole[130:260, 100:150].astype(BF16))
+    assert np.array_equal(np.asarray(source.cast("fp32")[f"{MODULE}.weight"]), whole)
+
+
+@pytest.mark.parametrize(
+    ("scales", "block", "why"),
+    [((2, 1), None, "may have blocks of 96 or of 128"), ((5, 1), None, "fits"), ((3,), None, "scales of the shape")],
+)
+def test_blocks_that_are_not_known_are_refused(scales: Any, block: Any, why: str, tmp_path: Path) -> None:
+    case = Case({"weight": ((192, 64), E4M3), "weight_scale_inv": (scales, F32)}, fp8_config(weight_block_size=block))
+    with pytest.raises(UnsupportedError, match=why):
+        model(tmp_path / "m", case).cast("bf16")
+
+
+@pytest.mark.parametrize("scheme", [name for name, case in CASES.items() if case.values])
+def test_descriptions_of_weights_are_not_believed(scheme: str, tmp_path: Path) -> None:
+    """A shape, a group or a state that does not fit the codes is refused before memory for it is allocated."""
+    case, random = CASES[scheme], np.random.default_rng(3)
+    for number in range(6):
+        values = {key: np.array(value) for key, value in case.values.items() if key not in ("weight_format", "qzeros")}
+        for key, value in values.items():
+            raw = value.reshape(-1).view(U8).copy()
+            raw[random.integers(0, raw.size, 1 + number)] ^= random.integers(1, 256, 1 + number).astype(U8)
+            values[key] = raw.view(value.dtype).reshape(value.shape)
+        source = model(tmp_path / str(number), replace(case, values={**case.values, **values}))
+        try:
+            weight = source.cast("fp32")[f"{MODULE}.weight"].weight
+            assert weight.size <= 64 * 32
+            np.asarray(weight)
+        except (UnsupportedError, CorruptError):
+            pass
 
 
 @pytest.mark.parametrize("scheme", CASES)
@@ -237,7 +307,8 @@ def test_diff_compares_the_bits_of_codes_and_scales(
     codes = codes_of(CASES[scheme])
     assert {name for name, sums in rows.items() if not sums.is_measured} == codes
     assert all(sums.codes == sums.elements and not sums.squares for name, sums in rows.items() if name in codes)
-    assert all(rows[name].changed for name in codes if rows[name].elements > 2)
+    stated = {f"{CASES[scheme].module}.{own}" for own in CASES[scheme].values}
+    assert all(rows[name].changed for name in codes - stated if rows[name].elements > 2)
 
 
 @pytest.mark.parametrize("scheme", [name for name in CASES if name != "fp8-e8m0"])  # not every format has its type
@@ -245,9 +316,42 @@ def test_convert_carries_every_bit(scheme: str, models: Mapping[str, Checkpoint]
     source, codes = models[scheme], codes_of(CASES[scheme])
     before = values(source)
     for target in ("out.safetensors", "out.pt", "universal"):
-        save(source.cast("bf16"), tmp_path / target)
+        save(source, tmp_path / target)
         back = values(open_checkpoint(tmp_path / target))
         assert {name: back[name] for name in codes} == {name: before[name] for name in codes}
+
+
+@pytest.mark.parametrize("scheme", [name for name, case in CASES.items() if case.plain])
+def test_diff_of_a_quantised_and_a_plain_model_compares_values(
+    scheme: str, models: Mapping[str, Checkpoint], tmp_path: Path
+) -> None:
+    source, case = models[scheme], CASES[scheme]
+    name = f"{case.module}.{case.plain}"
+    for dtype in ("float64", "bfloat16"):
+        rounded = source.cast(dtype).rename({name: name})
+        for first, second in ((source, rounded), (rounded, source)):
+            (pair,) = [one for one in diff(first, second, tensors_only=True).pairs if one.name == name]
+            assert pair.kind in ("equal", "retyped")
+            assert "dequantised from" in pair.what
+            if dtype == "float64":
+                assert not pair.sums.changed
+            else:
+                assert pair.sums.relative is None or pair.sums.relative < 0.005
+
+
+def test_diff_of_two_schemes_compares_values(tmp_path: Path) -> None:
+    blocks = Case({"weight": ((64, 32), E4M3), "weight_scale_inv": ((1, 1), F32)}, fp8_config())
+    rows = Case({"weight": ((64, 32), E4M3), "weight_scale": ((64, 1), F32)}, tensors_config("float-quantized"))
+    first, second = model(tmp_path / "a", blocks), model(tmp_path / "b", rows)
+    (pair,) = [one for one in diff(first, second, tensors_only=True).pairs if one.name == f"{MODULE}.weight"]
+    assert pair.sums.is_measured
+    assert pair.sums.changed
+
+
+def test_inspect_names_scheme_and_bits(models: Mapping[str, Checkpoint]) -> None:
+    ran = ckpt("inspect", models["awq"].path)
+    assert "AWQ or GPTQ, 4 bits: 1 weight, 2,048 elements, 4.0 KiB as bfloat16" in ran.out.replace("\xa0", " ")
+    assert "not decoded" in ckpt("inspect", models["vptq"].path).out
 
 
 def plain(*tensors: tuple[str, tuple[int, ...], Any]) -> Callable[[Path], Checkpoint]:
@@ -287,11 +391,11 @@ def test_a_stated_quantisation_without_codes_is_spoken_of(tmp_path: Path) -> Non
 def test_commands_speak_of_quantised_weights(models: Mapping[str, Checkpoint], tmp_path: Path) -> None:
     path = models["fp8-blocks"].path
     ran = ckpt("convert", path, tmp_path / "hf", "--to", "hf", "--dtype", "bf16", "--json")
-    (spoken,) = [note for note in json.loads(ran.out)["notes"] if "quantised" in note["text"]]
-    assert spoken["names"] == [MODULE]
-    assert (
-        values(open_checkpoint(tmp_path / "hf"))[f"{MODULE}.weight"] == values(models["fp8-blocks"])[f"{MODULE}.weight"]
-    )
+    (spoken,) = [note for note in json.loads(ran.out)["notes"] if "dequantised" in note["text"]]
+    assert spoken["names"] == [f"{MODULE}.weight"]
+    written = open_checkpoint(tmp_path / "hf")
+    assert values(written) == values(models["fp8-blocks"].cast("bf16"))
+    assert "quantization_config" not in written.extras["hf/config.json"]
     for wrong in (["average", path, path, tmp_path / "a"], ["convert", path, tmp_path / "a", "--skip", "scale_inv"]):
         ran = ckpt(*wrong)
         assert ran.code == UNSUPPORTED

@@ -13,7 +13,7 @@ from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.quantised import check_not_quantised
+from ckpt_formats.core.quantised.weights import check_not_quantised
 from ckpt_formats.core.tensor import Tensor
 
 

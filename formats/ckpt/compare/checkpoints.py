@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ckpt.compare.pairs import compare, pair_tensors
-from ckpt.compare.result import Diff
+from ckpt.compare.result import Diff, TensorDiff
 from ckpt.job import AnyProgress, count_to, load_kernels
 from ckpt.pipeline import Resources, check_complete
 from ckpt_formats.core.arguments import checked
@@ -12,6 +12,7 @@ from ckpt_formats.core.checkpoint import Checkpoint, Group, Parameter
 from ckpt_formats.core.errors import NoMatchError
 from ckpt_formats.core.identity import check_unchanged
 from ckpt_formats.core.name_patterns import search
+from ckpt_formats.core.quantised.weights import quantised_weights
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
@@ -74,13 +75,28 @@ def diff_selected(
     """
     for checkpoint in (first, second):
         check_complete(checkpoint)
+    dequantised: dict[str, str] = {}
+    if quantised_weights(first) or quantised_weights(second):
+        from ckpt_formats.core.quantised.plain import plain_where_they_differ  # other models need no codecs
+
+        first, second, dequantised = plain_where_they_differ(first, second)
     pairs = pair_tensors(first, second, states)
     if uses_codecs(first) or uses_codecs(second):
         load_kernels()
     result = compare(pairs, resources, count_to(pairs.nbytes, progress), tensors_only, figures)
     for checkpoint in (first, second):
         check_unchanged(checkpoint.identities)
+    if dequantised:
+        named = (
+            _with_scheme(pair, dequantised[pair.name]) if pair.name in dequantised else pair for pair in result.pairs
+        )
+        result = replace(result, pairs=tuple(named))
     return result
+
+
+def _with_scheme(pair: TensorDiff, scheme: str) -> TensorDiff:
+    """The pair, which says that its values were dequantised."""
+    return replace(pair, what=f"{pair.what}, dequantised from {scheme}".removeprefix(", "))
 
 
 def select_both(first: Checkpoint, second: Checkpoint, choice: Selection) -> tuple[Checkpoint, Checkpoint]:

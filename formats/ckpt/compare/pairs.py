@@ -25,7 +25,7 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import NoMatchError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.prefetch import PlannedReads
-from ckpt_formats.core.quantised import parts_of, quantised_weights
+from ckpt_formats.core.quantised.weights import parts_of, quantised_weights
 from ckpt_formats.core.state_names import renamed
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.tensor import Tensor

@@ -335,10 +335,11 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
 
         Numbers that are too large for `dtype` become infinite or NaN, and too small ones zero. Both are counted when
         the values are read, and are in the notes of `Result`. To a type of 8 bits, an overflow is refused unless
-        `allow_overflow` is set. Codes and scales of quantised weights stay as they are; a notice says so.
+        `allow_overflow` is set. Quantised weights become plain ones, and a notice says so; small tensors that describe
+        them are read for it.
 
-        Raises `InvalidArgumentError` if `dtype` is no floating-point type of weights, and `UnsupportedError` when
-        values are read that overflow and must not.
+        Raises `InvalidArgumentError` if `dtype` is no floating-point type of weights, `UnsupportedError` for quantised
+        weights of a scheme that is not decoded, and when values are read that overflow and must not.
         """
         from ckpt_formats.core import edits
 

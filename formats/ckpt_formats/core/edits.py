@@ -10,18 +10,17 @@ import numpy as np
 from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Edit, Group, Parameter
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, DType, is_float
-from ckpt_formats.core.errors import InvalidArgumentError, NoMatchError
+from ckpt_formats.core.errors import InvalidArgumentError, NoMatchError, UnsupportedError
 from ckpt_formats.core.name_patterns import search
-from ckpt_formats.core.quantised import (
+from ckpt_formats.core.quantised.weights import (
     CONFIGS,
     check_still_known,
     check_together,
-    parts_of,
     quantised_weights,
     untouched_notices,
 )
 from ckpt_formats.core.rules import safe_pattern
-from ckpt_formats.core.tensor import ArrayBlob, CastBlob, Tensor
+from ckpt_formats.core.tensor import ArrayBlob, CastBlob, ComputedBlob, Tensor
 from ckpt_formats.core.text import printable
 
 _OF_THE_MODEL = ("args", "checkpoint_version", *CONFIGS)
@@ -117,11 +116,47 @@ def cast(source: Checkpoint, name: str, allow_overflow: bool = False) -> Checkpo
             hint="Types of 8 bits for weights are float8_e4m3fn and float8_e5m2.",
         )
     refused = dtype.itemsize == 1 and not allow_overflow
-    weights = quantised_weights(source)
-    parts = parts_of(weights)
-    parameters = {n: p if n in parts else _cast(p, dtype, refused) for n, p in source.parameters.items()}
-    notices = dict.fromkeys((*source.notices, *untouched_notices(source, weights, "rounded")))
-    return edited(source, Cast(dtype.name, allow_overflow), parameters=parameters, notices=tuple(notices))
+    if not quantised_weights(source):
+        parameters = {name: _cast(one, dtype, refused) for name, one in source.parameters.items()}
+        notices = dict.fromkeys((*source.notices, *untouched_notices(source, (), "rounded")))
+        return edited(source, Cast(dtype.name, allow_overflow), parameters=parameters, notices=tuple(notices))
+    plain = dequantised(source)
+    parameters = {name: _cast(one, dtype, refused) for name, one in plain.parameters.items()}
+    return edited(plain, Cast(dtype.name, allow_overflow), parameters=parameters)
+
+
+def dequantised(source: Checkpoint) -> Checkpoint:
+    """The checkpoint with plain weights instead of quantised ones, of the type in which each scheme computes them.
+
+    Only small tensors that describe weights are read. Raises `UnsupportedError` for a scheme that is not decoded.
+    """
+    from ckpt_formats.core.quantised.plain import plain_extras, plain_model  # a model without codes needs no codecs
+
+    model = plain_model(source)
+    model.check(source)
+    removed = {*model.unused, *(name for one in quantised_weights(source) for name in one.parts)}
+    tied = next((alias for alias, name in source.aliases.items() if name in removed), None)
+    if tied is not None:
+        raise UnsupportedError(f"`{printable(tied)}` is tied to a part of a quantised weight", where=source.path)
+    weights = {one.parts[0]: one for one in model.weights}
+    parameters: dict[str, Parameter] = {}
+    for name, parameter in source.parameters.items():
+        if name in weights:
+            one = weights[name]
+            if one.name in parameters or (one.name in source.parameters and one.name not in removed):
+                raise UnsupportedError(f"two tensors would be called `{printable(one.name)}`", where=source.path)
+            tensor = Tensor.of(ComputedBlob(one.tensor, one.name))
+            parameters[one.name] = Parameter(one.name, parameter.role, {MODEL: tensor})
+        elif name not in removed:
+            parameters[name] = parameter
+    return replace(
+        source,
+        parameters=parameters,
+        extras=plain_extras(source.extras),
+        notices=tuple(dict.fromkeys((*source.notices, *model.notices()))),
+        digests={key: digest for key, digest in source.digests.items() if key[0] not in removed},
+        errors={key: figures for key, figures in source.errors.items() if key[0] not in removed},
+    )
 
 
 def _cast(parameter: Parameter, dtype: DType, refused: bool) -> Parameter:

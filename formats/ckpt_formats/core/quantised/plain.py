@@ -6,7 +6,7 @@ weight say the rest. What they leave open is refused: a wrong group size gives n
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ckpt_codecs.quantised.base import Quantisation
 from ckpt_codecs.quantised.fp4 import LookupTable, Mxfp4, Nvfp4
 from ckpt_codecs.quantised.integers import PACKED_BITS, Awq, Gptq, Hqq, PackedIntegers
 from ckpt_codecs.quantised.scaled import CODES, ONE_127TH, ScaledCodes
-from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import CkptError, UnsupportedError, at_tensor
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.notices import Notice, Weight
@@ -26,6 +26,7 @@ from ckpt_formats.core.quantised.weights import (
     CONFIGS,
     TABLES,
     QuantisedWeight,
+    parts_of,
     place_in_module,
     quantised_weights,
     stated_table,
@@ -123,6 +124,43 @@ def plain_model(source: Checkpoint) -> PlainModel:
         used = {name for one in found for name in one.parts}
         unused += [name for name in module.parts if name not in used and name not in own.read]
     return PlainModel(tuple(weights), tuple(unused), failures)
+
+
+def plain_where_they_differ(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint, dict[str, str]]:
+    """Two checkpoints whose weights can be compared by value, and the schemes of those that are dequantised, by name.
+
+    A weight that one of them has quantised, and the other plain or in another scheme, is plain in both. Weights that
+    are quantised alike stay codes and scales.
+    """
+    models = [plain_model(one) if quantised_weights(one) else PlainModel((), (), {}) for one in (first, second)]
+    by_name = [{one.name: one for one in model.weights} for model in models]
+    sources, schemes = [first, second], dict[str, str]()
+    for number, (own, other, rival) in enumerate(((0, 1, second), (1, 0, first))):
+        parameters = dict(sources[number].parameters)
+        modules, others = parts_of(quantised_weights(sources[number])), _part_names(models[own])
+        for name, one in by_name[own].items():
+            counterpart = by_name[other].get(name)
+            if counterpart is not None and _is_alike(one, counterpart):
+                continue
+            if counterpart is None and (name not in rival.parameters or name in _part_names(models[other])):
+                continue
+            role = parameters[one.parts[0]].role
+            for part in modules[one.parts[0]].parts:
+                if part in one.parts or part not in others:  # descriptions, scales of activations
+                    parameters.pop(part, None)
+            parameters[name] = Parameter(name, role, {MODEL: one.tensor})
+            schemes[name] = one.scheme if counterpart is None or number == 0 else schemes.get(name, one.scheme)
+        sources[number] = replace(sources[number], parameters=parameters)
+    return sources[0], sources[1], schemes
+
+
+def _is_alike(one: PlainWeight, other: PlainWeight) -> bool:
+    """Whether two weights are stored in the same parts, so that their bits can be compared."""
+    return one.quantisation == other.quantisation and one.parts == other.parts
+
+
+def _part_names(model: PlainModel) -> set[str]:
+    return {name for one in model.weights for name in one.parts}
 
 
 def plain_extras(extras: Mapping[str, Value]) -> dict[str, Value]:

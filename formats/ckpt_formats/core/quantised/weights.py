@@ -23,7 +23,7 @@ from ckpt_formats.core.values import Value
 
 CONFIGS = ("hf/config.json", "hf/quantize_config.json", "hf/quant_config.json", "hf/hf_quant_config.json")
 """Extras that may state how a model was quantised."""
-_TABLES = ("quantization_config", "compression_config", "quantization")
+TABLES = ("quantization_config", "compression_config", "quantization")
 """The keys of a configuration under which it states this."""
 _METHODS = ("quant_method", "quant_algo", "quant_type", "load_in_4bit", "load_in_8bit")
 _SIGNS = re.compile(
@@ -103,7 +103,7 @@ def quantised_weights(source: Checkpoint) -> tuple[QuantisedWeight, ...]:
         return ()
     form_of, modules = _forms(source.parameters), dict[str, dict[str, str]]()
     for name in names:
-        module, own = _place_in_module(name)
+        module, own = place_in_module(name)
         modules.setdefault(module, {})[own] = name
     weights: list[QuantisedWeight] = []
     rest: list[str] = []
@@ -119,16 +119,27 @@ def quantised_weights(source: Checkpoint) -> tuple[QuantisedWeight, ...]:
 
 def stated_method(extras: Mapping[str, Value]) -> str | None:
     """The quantisation that a model's configuration states, as it is called there; None if it states none."""
+    table = _table(extras)
+    return None if table is None else _method(table)
+
+
+def stated_table(extras: Mapping[str, Value]) -> Mapping[str, Value]:
+    """What a model's configuration states about its quantisation; nothing if it states none."""
+    return _table(extras) or {}
+
+
+def _table(extras: Mapping[str, Value]) -> Mapping[str, Value] | None:
     for key in CONFIGS:
         config = extras.get(key)
         if isinstance(config, dict):
             inner = [value for value in config.values() if isinstance(value, dict)]
             for table in (config, *inner):
-                for name in _TABLES:
+                for name in TABLES:
                     if isinstance(table.get(name), dict):
-                        return _method(table[name])
+                        own: Mapping[str, Value] = table[name]
+                        return own
             if key != CONFIGS[0]:
-                return _method(config)
+                return config
     return None
 
 
@@ -142,7 +153,7 @@ def _method(table: Mapping[str, Value]) -> str:
     return "unknown"
 
 
-def _place_in_module(name: str) -> tuple[str, str]:
+def place_in_module(name: str) -> tuple[str, str]:
     """The module of a tensor, and its name there: all that follows `weight.` is one name."""
     at = f".{name}".find(".weight.")
     if at >= 0:
@@ -285,7 +296,7 @@ def check_not_quantised(source: Checkpoint, action: str, modules: Collection[str
         raise UnsupportedError(
             f"{described(weights)} cannot be {action}: {_names([weight.parts[0] for weight in weights])}",
             where=source.path,
-            hint="Dequantise the model first, with the library that quantised it.",
+            hint="Dequantise the model first: `ckpt convert MODEL TARGET --dtype bf16`.",
         )
 
 
