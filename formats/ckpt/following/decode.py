@@ -124,11 +124,11 @@ def first_wrong_rank(
     with ThreadPoolExecutor(threads, "ckpt-verify") as pool:
         for rank, share in enumerate(record.shares):
             chunks = layout.chunks(rank)
-            found = list(pool.map(lambda chunk: digest_of(chunk.values(state)), chunks))
-            stated = b"".join(found) if digests is None else digests[rank]
+            digests_now = list(pool.map(lambda chunk: digest_of(chunk.values(state)), chunks))
+            stated = b"".join(digests_now) if digests is None else digests[rank]
             is_right = all(
                 stated[16 * chunk.number : 16 * chunk.number + 16] == digest
-                for chunk, digest in zip(chunks, found, strict=True)
+                for chunk, digest in zip(chunks, digests_now, strict=True)
             )
             if (len(chunks) or digests is None) and not (is_right and hash_bytes(stated) == share.state):
                 return rank

@@ -145,7 +145,7 @@ class ShardLayout(StateLayout):
     def indices(self, chunk: StateChunk, positions: Array | None) -> tuple[Array, Array | None]:
         positions = np.arange(chunk.size) if positions is None else positions
         axes, shape = chunk.coordinates(positions), self.tensors[chunk.tensor].shape
-        found, chosen = list[Array](), list[Array]()
+        indices, chosen = list[Array](), list[Array]()
         for block in self._blocks[chunk.tensor]:
             inside = np.ones(len(positions), bool)
             for axis, low, high in zip(axes, block.full.start, block.full.stop, strict=True):
@@ -154,9 +154,9 @@ class ShardLayout(StateLayout):
             by = tuple(b - a for a, b in zip(block.full.start, block.shard.start, strict=True))
             own = tuple(axis[which] + shift for axis, shift in zip(axes, by, strict=True))
             flat = np.ravel_multi_index(own, shape) if shape else np.zeros(len(which), np.int64)
-            found.append(np.asarray(flat, np.int64))
+            indices.append(np.asarray(flat, np.int64))
             chosen.append(which)
-        return _joined(found), _joined(chosen)
+        return _joined(indices), _joined(chosen)
 
 
 def _joined(parts: list[Array]) -> Array:
