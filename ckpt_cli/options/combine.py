@@ -13,6 +13,7 @@ from ckpt_cli.options.types import WeightsType, numbers
 from ckpt_formats.core.arguments import Decay
 
 if TYPE_CHECKING:
+    from ckpt.combine.experts import ExpertAxes
     from ckpt_formats.core.checkpoint import Checkpoint
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,6 +37,11 @@ _SCALE = click.option(
     show_default=True,
     metavar="X",
     help="Factor for the scale of each low-rank update, which is lora_alpha / r.",
+)
+_EXPERT_AXES = click.option(
+    "--expert-axes",
+    type=click.Choice(["out-in", "in-out"]),
+    help="How MODEL stores the weights of its experts. Needed only if they are square.",
 )
 
 
@@ -68,18 +74,25 @@ def averaged(command: F) -> F:
 
 
 def merged_lora(command: F) -> F:
-    """`MODEL`, `ADAPTER` and `--scale`; the command gets the merged model as `source`."""
+    """`MODEL`, `ADAPTER`, `--scale` and `--expert-axes`; the command gets the merged model as `source`."""
 
     @wraps(command)
-    def combined(*args: Any, model: "Checkpoint", adapter: "Checkpoint", scale: float, **arguments: Any) -> Any:
+    def combined(
+        *args: Any,
+        model: "Checkpoint",
+        adapter: "Checkpoint",
+        scale: float,
+        expert_axes: "ExpertAxes | None",
+        **arguments: Any,
+    ) -> Any:
         from ckpt.combine import merge_lora
         from ckpt_cli.reading import noted
 
         if not math.isfinite(scale):
             raise click.UsageError("--scale is a number such as 0.5.")
-        return command(*args, source=noted(merge_lora(model, adapter, scale)), **arguments)
+        return command(*args, source=noted(merge_lora(model, adapter, scale, expert_axes=expert_axes)), **arguments)
 
-    grouped = with_options(combined, _SCALE, group="Merge")
+    grouped = with_options(combined, _SCALE, _EXPERT_AXES, group="Merge")
     return cast(F, source("model", "adapter")(grouped))
 
 

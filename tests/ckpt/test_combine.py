@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import tracemalloc
 import warnings
 from bisect import bisect_left
@@ -603,6 +604,33 @@ def compare(result: Checkpoint, expected: Mapping[str, Any], limit: int = 0) -> 
             assert ulps(actual, expected[name]) <= limit, name
 
 
+def mixture(kind: str, **more: Any) -> Any:
+    """A model whose experts are stacks in memory: GPT-OSS, or a family that stores them one by one in its files."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "head_dim": 8}
+    sizes |= {"num_key_value_heads": 1, "num_experts_per_tok": 2, "num_hidden_layers": 2, **more}
+    if kind == "gpt_oss":
+        return transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, num_local_experts=3))
+    config = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=12, num_experts=3)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def with_stacked_experts(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Experts that are stored one by one, as transformers has them in memory: stacks, with gate and up in one."""
+    result, experts = {}, {}
+    for name, values in arrays.items():
+        match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)_proj\.weight", name)
+        if match is None:
+            result[name] = values
+        else:
+            experts.setdefault(match[1], {})[match[3], int(match[2])] = values
+    for module, parts in experts.items():
+        count = range(len(parts) // 3)
+        fused = [np.concatenate([parts["gate", e], parts["up", e]]) for e in count]
+        result[f"{module}.gate_up_proj"] = np.stack(fused)
+        result[f"{module}.down_proj"] = np.stack([parts["down", e] for e in count])
+    return result
+
+
 ATTENTION = ["q_proj", "v_proj", "down_proj"]
 VARIANTS: dict[str, tuple[Build, dict[str, Any]]] = {
     "lora": (llama, {"r": 4, "target_modules": ATTENTION}),
@@ -632,6 +660,33 @@ def test_a_float32_model_is_what_peft_merges_bit_by_bit(trained: Build, variant:
     build, options = VARIANTS[variant]
     base, adapter = trained(build(), **options)
     compare(merge_lora(base, adapter), merged_by_peft(base, adapter))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "sizes", "names"),
+    [
+        ("gpt_oss", {}, ["gate_up_proj", "down_proj"]),
+        ("gpt_oss", {"intermediate_size": 16}, ["gate_up_proj", "down_proj"]),
+        ("qwen3_moe", {}, ["gate_up_proj", "down_proj"]),
+        ("qwen3_moe", {}, ["down_proj"]),
+    ],
+    ids=["gpt_oss", "square", "qwen3_moe", "one"],
+)
+def test_experts_by_target_parameters_are_what_peft_merges(
+    trained: Build, kind: str, sizes: dict[str, int], names: list[str]
+) -> None:
+    """Of stacks whose rows of gate and up are in turn, and of files with one weight for each expert."""
+    targets = [f"mlp.experts.{name}" for name in names]
+    options = {"r": 4, "lora_alpha": 6, "alpha_pattern": {r".*1\.mlp\.experts\.down_proj": 5}}
+    base, adapter = trained(mixture(kind, **sizes), target_modules=["q_proj"], target_parameters=targets, **options)
+    result, expected = merge_lora(base, adapter), merged_by_peft(base, adapter)
+    arrays = with_stacked_experts({name: values(result, name) for name in result.parameters})
+    original = with_stacked_experts({name: values(base, name) for name in base.parameters})
+    compare(checkpoint(arrays), expected)
+    for name in expected:
+        is_target = "q_proj.weight" in name or any(name.endswith(f".experts.{target}") for target in names)
+        assert (bits(arrays[name]) != bits(original[name])) == is_target
 
 
 @pytest.mark.slow
@@ -813,7 +868,7 @@ def test_a_slice_of_dora_reads_the_rows_of_its_norms_once(trained: Build) -> Non
         ({"init_lora_weights": "pissa_niter_4"}, UnsupportedError, "changes the model's own weights"),
         ({"init_lora_weights": ["x"]}, UnsupportedError, "changes the model's own weights"),
         ({"lora_bias": True}, UnsupportedError, "not supported: lora_bias"),
-        ({"target_parameters": ["mlp.experts"]}, UnsupportedError, "not supported: target_parameters"),
+        ({"target_parameters": ["mlp.experts.w1"]}, IncompleteError, "no updates of the parameters .*: mlp.experts.w1"),
         ({"layer_replication": [[0, 1]]}, UnsupportedError, "not supported: layer_replication"),
         ({"something_new": 1}, UnsupportedError, "not supported: something_new"),
         ({"r": 8}, UnsupportedError, "has rank 4, but adapter_config.json states 8"),

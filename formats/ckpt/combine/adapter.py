@@ -1,7 +1,7 @@
 """A LoRA adapter of PEFT: its configuration and its tensors, sorted."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.combine.sources import some_names
@@ -18,7 +18,7 @@ _LORA_NAME = re.compile(
 _PREFIX = "base_model.model."
 BASE_LAYER = ".base_layer."
 _USED = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out"}
-_USED |= {"modules_to_save", "bias", "init_lora_weights"}
+_USED |= {"modules_to_save", "bias", "init_lora_weights", "target_parameters"}
 _WITHOUT_EFFECT = {"auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "layers_pattern"}
 _WITHOUT_EFFECT |= {"layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size"}
 _WITHOUT_EFFECT |= {"revision", "runtime_config", "target_modules", "task_type", "eva_config"}
@@ -90,15 +90,19 @@ class PrefixChange:
 
 
 def prefix_change(
-    adapter: Checkpoint, updates: Mapping[str, Update], full: Mapping[str, Tensor], base: Checkpoint
+    adapter: Checkpoint, modules: Sequence[str], experts: Sequence[str], full: Mapping[str, Tensor], base: Checkpoint
 ) -> PrefixChange:
     """The one change of prefixes by which the model has all weights that the adapter changes.
 
-    A model with a head may lack the prefix of its inner model, or the other way round (`transformer.h.0`, `h.0`).
+    modules, experts: the modules with one weight and those of experts, as the adapter names them. A model with a head
+    may lack the prefix of its inner model, or the other way round (`transformer.h.0`, `h.0`).
     Raises `IncompleteError` if there is no such change, `UnsupportedError` if there are several.
     """
-    weights = [f"{module}.weight" for module in updates] or [name.replace(BASE_LAYER, ".") for name in full]
+    weights = [*(f"{module}.weight" for module in modules), *(f"{root}." for root in experts)]
+    weights = weights or [name.replace(BASE_LAYER, ".") for name in full]
     names = {*base.parameters, *base.aliases}
+    if experts:
+        names |= {name[: dot.end()] for name in base.parameters for dot in re.finditer(r"\.", name)}
     first = weights[0].partition(".")[0] + "."
     added = {name.removesuffix(weights[0]) for name in names if name.endswith(f".{weights[0]}")}
     for changes in ([PrefixChange()], [PrefixChange(drop=first)], [PrefixChange(add=add) for add in sorted(added)]):
@@ -110,9 +114,9 @@ def prefix_change(
             )
         if fitting:
             return fitting[0]
-    if not updates:
+    if not modules and not experts:
         return PrefixChange()
-    absent = [weight for weight in weights if weight not in names]
+    absent = [weight.removesuffix(".") for weight in weights if weight not in names]
     raise IncompleteError(
         f"it has no weights for {len(absent)} modules of the adapter: {some_names(absent)}",
         where=base.path,

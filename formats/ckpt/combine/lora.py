@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.combine.adapter import BASE_LAYER, adapter_config, adapter_tensors, prefix_change
+from ckpt.combine.experts import ExpertAxes, expert_modules
 from ckpt.combine.merge import LoraMerge
+from ckpt.combine.merge_experts import merged_experts
 from ckpt.combine.sources import all_files, dropped_notices, model_of, untied_config
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter, Role
 from ckpt_formats.core.edits import edited
@@ -28,12 +30,20 @@ class MergeLora(Edit):
         return (self.adapter[0],)
 
 
-def merge_lora(model: Checkpoint, adapter: Checkpoint, scale: float | None = None) -> Checkpoint:
+def merge_lora(
+    model: Checkpoint, adapter: Checkpoint, scale: float | None = None, *, expert_axes: ExpertAxes | None = None
+) -> Checkpoint:
     """The weights of `model` with a LoRA adapter of PEFT merged into them, as its `merge_and_unload()` does.
 
     LoRA, rsLoRA and DoRA of linear, `Conv1D` (GPT-2), embedding and convolution layers, `rank_pattern`,
     `alpha_pattern`, `modules_to_save` and `bias`. `scale` multiplies the scale of each low-rank update (which is
     `lora_alpha / r`); None: 1. Tensors that the adapter holds in full replace those of the model.
+
+    Experts may be updated one by one, by PEFT's `target_parameters`, by stacks (experts, ...) of A and B, or by an A or
+    B that all experts share; the model may store them one by one or as a stack, and gate and up projections apart or in
+    one matrix. The result has the same bits for each layout. `expert_axes` states how the model stores the weights of
+    its experts, "out-in" or "in-out"; ckpt needs it only if they are square and other weights of their module do not
+    show it.
 
     Arithmetic: `B @ A` is summed over the rank in ascending order; each product and sum is formed in float64 and
     rounded to float32, like a fused multiply-add. Then come the scale, the model's weight and DoRA's factor, in
@@ -50,22 +60,29 @@ def merge_lora(model: Checkpoint, adapter: Checkpoint, scale: float | None = Non
 
     A weight that is tied to another in the model gets values of its own if only one of the two is adapted.
 
-    Raises `InvalidArgumentError` for a scale that is not finite.
+    Raises `InvalidArgumentError` for a scale that is not finite, and for other axes.
     Raises `UnsupportedError` for another kind of adapter or an option that is not known, `IncompleteError` if the
     model has no weight for a module of the adapter, or the adapter lacks a tensor, `NotFoundError` if there is no
     configuration.
     """
     if scale is not None and not math.isfinite(scale):
         raise InvalidArgumentError("the scale of an adapter must be finite")
+    if expert_axes not in (None, "out-in", "in-out"):
+        raise InvalidArgumentError("the axes of experts are out-in or in-out")
     config = adapter_config(adapter)
     base = model_of(model)
     base = replace(base, aliases={alias: name for alias, name in base.aliases.items() if name in base.parameters})
     updates, full = adapter_tensors(adapter)
-    concerned = {*updates, *(name.replace(BASE_LAYER, ".").rpartition(".")[0] for name in full)}
+    experts, single = expert_modules(adapter, updates, config, base)
+    concerned = {*updates, *experts, *(name.replace(BASE_LAYER, ".").rpartition(".")[0] for name in full)}
     check_not_quantised(base, "merged", concerned)
-    prefix = prefix_change(adapter, updates, full, base)
+    prefix = prefix_change(adapter, list(single), list(experts), full, base)
     merge = LoraMerge(base, adapter, config, prefix, 1.0 if scale is None else float(scale))
-    new = {**merge.full_tensors(full), **merge.updated_weights(updates, full)}
+    new = {
+        **merge.full_tensors(full),
+        **merge.updated_weights(single, full),
+        **merged_experts(merge, experts, expert_axes),
+    }
     parameters = dict(base.parameters)
     aliases = dict(base.aliases)
     untied = []

@@ -115,10 +115,10 @@ class LoraMerge:
                 f"module `{printable(module)}` has {magnitude.size} magnitudes for {b.shape[0]} outputs",
                 where=self.adapter.path,
             )
-        scale = self._module_scale(module, rank)
+        scale = self.module_scale(module, rank)
         return Tensor.of(ComputedBlob(merged_blob(weight, a, b, scale, transposed, magnitude), name))
 
-    def _module_scale(self, module: str, rank: int) -> float:
+    def module_scale(self, module: str, rank: int) -> float:
         """The factor of `B @ A`: `lora_alpha / r`, or `lora_alpha / sqrt(r)` for rsLoRA, times the user's factor."""
         stated = self._pattern_value("rank_pattern", "r", module)
         alpha = self._pattern_value("alpha_pattern", "lora_alpha", module)

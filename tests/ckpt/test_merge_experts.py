@@ -1,0 +1,337 @@
+"""Updates of experts: all layouts of adapters, merged into all layouts of models, give the same bits."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt.combine import merge_lora
+from ckpt.combine.merged_blob import matmul_in_order
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.tensor import Array, read
+from held import bits, parameter
+from held import checkpoint as held_checkpoint
+
+EXPERTS, RANK, HIDDEN, FFN = 3, 2, 6, 4
+ROOT = "model.layers.0.mlp.experts"
+FEATURES = {"gate_proj": (FFN, HIDDEN), "up_proj": (FFN, HIDDEN), "down_proj": (HIDDEN, FFN)}
+Arrays = dict[str, Array]
+
+
+def checkpoint(arrays: Mapping[str, Array], path: str, extras: Mapping[str, Any]) -> Checkpoint:
+    parameters = [parameter(name, {"model": values}) for name, values in arrays.items()]
+    return held_checkpoint(parameters, extras=extras, path=Path(path))
+
+
+def numbers(seed: int, *shape: int) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+WEIGHTS = {name: numbers(i, EXPERTS, *shape) for i, (name, shape) in enumerate(FEATURES.items())}
+A = {name: numbers(10 + i, EXPERTS, RANK, shape[1]) for i, (name, shape) in enumerate(FEATURES.items())}
+B = {name: numbers(20 + i, EXPERTS, shape[0], RANK) for i, (name, shape) in enumerate(FEATURES.items())}
+
+
+def joined(gate: Array, up: Array, in_turn: bool) -> Array:
+    """Rows of gate and up of all experts in one stack."""
+    if in_turn:
+        return np.stack([gate, up], 2).reshape(len(gate), -1, gate.shape[2])
+    return np.concatenate([gate, up], 1)
+
+
+def stored(weights: Mapping[str, Array], layout: str) -> Arrays:
+    """The weights of experts as a model stores them."""
+    if layout == "singles":
+        return {f"{ROOT}.{e}.{name}.weight": one[e] for name, one in weights.items() for e in range(EXPERTS)}
+    if layout == "stacks":
+        return {f"{ROOT}.{name}": one for name, one in weights.items()}
+    fused = {
+        f"{ROOT}.gate_up_proj": joined(weights["gate_proj"], weights["up_proj"], layout == "gpt_oss"),
+        f"{ROOT}.down_proj": weights["down_proj"],
+    }
+    return fused if layout == "out-in" else {name: one.swapaxes(1, 2).copy() for name, one in fused.items()}
+
+
+MODELS = ("singles", "stacks", "out-in", "in-out", "gpt_oss")
+
+
+def model(layout: str, weights: Mapping[str, Array] = WEIGHTS) -> Checkpoint:
+    config = {"model_type": "gpt_oss" if layout == "gpt_oss" else "qwen3_moe"}
+    return checkpoint({"head.weight": numbers(9, 2, 2), **stored(weights, layout)}, "model", {"hf/config.json": config})
+
+
+def adapter(arrays: Arrays, **config: Any) -> Checkpoint:
+    fields = {"peft_type": "LORA", "r": RANK, "lora_alpha": 3, **config}
+    named = {f"base_model.model.{name}.weight": values for name, values in arrays.items()}
+    return checkpoint(named, "adapter", {"hf/adapter_config.json": fields})
+
+
+def flat(a: Array, b: Array) -> tuple[Array, Array]:
+    """A and B as PEFT stores them, by definition: rank r of expert e is row e*R+r of A, and column r*E+e of B."""
+    rows = np.array([a[e, r] for e in range(len(a)) for r in range(a.shape[1])])
+    columns = np.array([b[e, :, r] for r in range(a.shape[1]) for e in range(len(a))]).T
+    return rows, columns.copy()
+
+
+def adapters(a: Arrays, b: Arrays) -> dict[str, Checkpoint]:
+    """The same updates in each layout that names projections as the model does."""
+    return {
+        "per expert": adapter(
+            {
+                f"{ROOT}.{e}.{n}.lora_{x}": one[n][e]
+                for n in a
+                for e in range(EXPERTS)
+                for x, one in (("A", a), ("B", b))
+            }
+        ),
+        "stacked": adapter({f"{ROOT}.{n}.lora_{x}": one[n] for n in a for x, one in (("A", a), ("B", b))}),
+        "peft": adapter(
+            {
+                f"{ROOT}{'.base_layer' * depth}.lora_{x}": one
+                for depth, n in enumerate(reversed(a))
+                for x, one in zip("AB", flat(a[n], b[n]), strict=True)
+            },
+            target_parameters=[f"mlp.experts.{n}" for n in a],
+        ),
+    }
+
+
+def expected(a: Arrays, b: Arrays) -> Arrays:
+    """The weights with updates, each by itself."""
+    result = {}
+    for name, weights in WEIGHTS.items():
+        products = [
+            matmul_in_order(y.astype(np.float64), x.astype(np.float64), DTYPES["float32"])
+            for x, y in zip(a[name], b[name], strict=True)
+        ]
+        result[name] = np.stack(products) * np.float32(3 / a[name].shape[1]) + weights
+    return result
+
+
+def assert_merged(result: Checkpoint, arrays: Arrays) -> None:
+    for name, values in arrays.items():
+        tensor = result.parameters[name].weight
+        assert bits(read(tensor)) == bits(values), name
+        box = Box(tuple(n // 3 for n in values.shape), tuple(n - n // 4 for n in values.shape))
+        assert bits(read(tensor.crop(box))) == bits(values[box.index]), name
+
+
+@pytest.mark.parametrize("layout", MODELS)
+def test_adapters_of_all_layouts_merge_to_the_same_bits(layout: str) -> None:
+    merged = stored(expected(A, B), layout)
+    for one in (adapters(A, B)["per expert"], adapters(A, B)["stacked"]):
+        assert_merged(merge_lora(model(layout), one), merged)
+
+
+@pytest.mark.parametrize("layout", MODELS)
+def test_update_of_gate_and_up_in_one_matrix_shares_a(layout: str) -> None:
+    """For models that store them apart, A is that of both, and B is split."""
+    in_turn = layout == "gpt_oss"
+    a = {"gate_up_proj": A["gate_proj"], "down_proj": A["down_proj"]}
+    b = {"gate_up_proj": joined(B["gate_proj"], B["up_proj"], in_turn), "down_proj": B["down_proj"]}
+    merged = stored(expected({**A, "up_proj": A["gate_proj"]}, B), layout)
+    for one in adapters(a, b).values():
+        assert_merged(merge_lora(model(layout), one), merged)
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
+def test_shared_matrix_is_that_of_every_expert(first: bool, second: bool) -> None:
+    a = {n: np.repeat(one[:1], EXPERTS, 0) if first else one for n, one in A.items()}
+    b = {n: np.repeat(one[:1], EXPERTS, 0) if second else one for n, one in B.items()}
+    arrays = {f"{ROOT}.{n}.lora_A": one[0] if first else one for n, one in a.items()}
+    arrays |= {f"{ROOT}.{n}.lora_B": one[0] if second else one for n, one in b.items()}
+    for layout in ("singles", "gpt_oss"):
+        assert_merged(merge_lora(model(layout), adapter(arrays)), stored(expected(a, b), layout))
+
+
+def test_experts_without_an_update_stay_as_they_are() -> None:
+    arrays = {f"{ROOT}.1.up_proj.lora_A": A["up_proj"][1], f"{ROOT}.1.up_proj.lora_B": B["up_proj"][1]}
+    weights = {name: one.copy() for name, one in WEIGHTS.items()}
+    weights["up_proj"][1] = expected(A, B)["up_proj"][1]
+    for layout in MODELS:
+        assert_merged(merge_lora(model(layout), adapter(arrays)), stored(weights, layout))
+
+
+def test_rank_and_scale_of_a_parameter_follow_patterns() -> None:
+    a, b = {"down_proj": numbers(30, EXPERTS, 1, FFN)}, {"down_proj": numbers(31, EXPERTS, HIDDEN, 1)}
+    for one in adapters(a, b).values():
+        config = {**one.extras["hf/adapter_config.json"], "rank_pattern": {"down_proj": 1}, "r": 7}
+        result = merge_lora(model("out-in"), replace(one, extras={"hf/adapter_config.json": config}))
+        changed = expected({**A, **a}, {**B, **b})["down_proj"]
+        assert_merged(result, {f"{ROOT}.down_proj": changed})
+
+
+def square(layout: str, **config: Any) -> tuple[Checkpoint, Checkpoint]:
+    """A model whose down projections are square, and PEFT's update of these."""
+    shapes = {"gate_up_proj": (EXPERTS, 2 * HIDDEN, HIDDEN), "down_proj": (EXPERTS, HIDDEN, HIDDEN)}
+    arrays = {name: numbers(40, *shape) for name, shape in shapes.items()}
+    base = {f"{ROOT}.{n}": x if layout == "out-in" else x.swapaxes(1, 2).copy() for n, x in arrays.items()}
+    parts = {n: flat(numbers(41, EXPERTS, RANK, s[2]), numbers(42, EXPERTS, s[1], RANK)) for n, s in shapes.items()}
+    tensors = {
+        f"{ROOT}{depth}.lora_{x}": one
+        for n, depth in (("gate_up_proj", ".base_layer"), ("down_proj", ""))
+        for x, one in zip("AB", parts[n], strict=True)
+    }
+    targets = [f"mlp.experts.{name}" for name in shapes]
+    return checkpoint(base, "model", {}), adapter(tensors, target_parameters=targets, **config)
+
+
+@pytest.mark.parametrize("layout", ["out-in", "in-out"])
+def test_axes_of_square_experts_are_those_of_their_module_or_stated(layout: str) -> None:
+    base, both = square(layout)
+    result = read(merge_lora(base, both).parameters[f"{ROOT}.down_proj"].weight)
+    config = {**both.extras["hf/adapter_config.json"], "target_parameters": ["mlp.experts.down_proj"]}
+    only = replace(both.select(skip=["base_layer"]), extras={"hf/adapter_config.json": config})
+    with pytest.raises(UnsupportedError, match=r"are square: .* is unknown"):
+        merge_lora(base, only)
+    for axes in ("out-in", "in-out"):
+        stated = read(merge_lora(base, only, expert_axes=axes).parameters[f"{ROOT}.down_proj"].weight)
+        assert (bits(stated) == bits(result)) == (axes == layout)
+
+
+def without(one: Checkpoint, *names: str) -> Checkpoint:
+    return one.select(skip=list(names))
+
+
+def with_arrays(one: Checkpoint, arrays: Arrays) -> Checkpoint:
+    changed = {name: parameter(name, {"model": values}) for name, values in arrays.items()}
+    return replace(one, parameters={**one.parameters, **changed})
+
+
+DOWN = f"base_model.model.{ROOT}.down_proj"
+PEFT = f"base_model.model.{ROOT}"
+REFUSED: dict[str, tuple[str, str, Callable[[Checkpoint], Checkpoint], type[CkptError], str]] = {
+    "no-a": ("stacked", "out-in", lambda x: without(x, rf"{DOWN}.lora_A"), IncompleteError, "lacks lora_A"),
+    "experts": (
+        "stacked",
+        "out-in",
+        lambda x: with_arrays(x, {f"{DOWN}.lora_A.weight": A["down_proj"][:2]}),
+        CorruptError,
+        "not one of 3 experts",
+    ),
+    "rank": (
+        "stacked",
+        "out-in",
+        lambda x: with_arrays(x, {f"{DOWN}.lora_A.weight": numbers(1, EXPERTS, 5, FFN)}),
+        UnsupportedError,
+        "has rank 5, but adapter_config.json states 2",
+    ),
+    "ranks": (
+        "stacked",
+        "out-in",
+        lambda x: with_arrays(x, {f"{DOWN}.lora_B.weight": numbers(1, EXPERTS, HIDDEN, 5)}),
+        UnsupportedError,
+        r"update of \[6, 5\] times \[2, 4\]",
+    ),
+    "flat-rank": (
+        "peft",
+        "stacks",
+        lambda _: with_arrays(
+            adapters({"down_proj": A["down_proj"]}, B)["peft"], {f"{PEFT}.lora_A.weight": numbers(1, 5, FFN)}
+        ),
+        CorruptError,
+        "not one of 3 experts",
+    ),
+    "shape": (
+        "stacked",
+        "out-in",
+        lambda x: with_arrays(x, {f"{DOWN}.lora_A.weight": numbers(1, EXPERTS, RANK, FFN + 1)}),
+        UnsupportedError,
+        r"fits no weights of the model: experts have \[6, 4\] in",
+    ),
+    "projection": (
+        "stacked",
+        "out-in",
+        lambda x: with_arrays(x, {f"{PEFT}.w9.lora_{k}.weight": v["up_proj"] for k, v in (("A", A), ("B", B))}),
+        UnsupportedError,
+        "w9` fits no weights of the model",
+    ),
+    "expert": (
+        "per expert",
+        "out-in",
+        lambda x: with_arrays(x, {f"{PEFT}.7.up_proj.lora_{k}": v["up_proj"][0] for k, v in (("A", A), ("B", B))}),
+        IncompleteError,
+        "has 3 experts, but the adapter updates expert 7",
+    ),
+    "bias": (
+        "stacked",
+        "out-in",
+        lambda x: with_arrays(x, {f"{DOWN}.lora_magnitude_vector": numbers(1, HIDDEN)}),
+        UnsupportedError,
+        "of experts has lora_magnitude_vector",
+    ),
+    "levels": ("peft", "stacks", lambda x: without(x, "base_layer"), UnsupportedError, "has 1 updates for its 3"),
+    "many": (
+        "peft",
+        "stacks",
+        lambda x: replace(
+            x,
+            extras={
+                "hf/adapter_config.json": {
+                    "peft_type": "LORA",
+                    "target_parameters": [f"experts.p{i}" for i in range(9)],
+                }
+            },
+        ),
+        UnsupportedError,
+        "updates 9 parameters of one module",
+    ),
+    "targets": (
+        "peft",
+        "stacks",
+        lambda x: replace(x, extras={"hf/adapter_config.json": {"peft_type": "LORA", "target_parameters": [1]}}),
+        CorruptError,
+        "`target_parameters` is not a list of names",
+    ),
+    "two": (
+        "stacked",
+        "out-in",
+        lambda x: with_arrays(
+            x,
+            {
+                f"{PEFT}.gate_up_proj.lora_A": A["gate_proj"],
+                f"{PEFT}.gate_up_proj.lora_B": joined(B["gate_proj"], B["up_proj"], False),
+            },
+        ),
+        UnsupportedError,
+        "two tensors of the adapter are meant for",
+    ),
+    "stack-of-one": (
+        "per expert",
+        "out-in",
+        lambda x: with_arrays(x, {f"{PEFT}.0.up_proj.lora_A.weight": A["up_proj"]}),
+        UnsupportedError,
+        "has a stack for one expert",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_updates_that_do_not_fit_are_refused(case: str) -> None:
+    layout, weights, change, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        merge_lora(model(weights), change(adapters(A, B)[layout]))
+
+
+def test_order_of_gate_and_up_needs_the_type_of_the_model() -> None:
+    base = replace(model("out-in"), extras={})
+    with pytest.raises(UnsupportedError, match=r"in turn or as two halves is unknown: .* no config\.json"):
+        merge_lora(base, adapters(A, B)["stacked"])
+    fused = {"gate_up_proj": A["gate_proj"]}, {"gate_up_proj": joined(B["gate_proj"], B["up_proj"], False)}
+    merge_lora(base, adapters(*fused)["stacked"])
+
+
+def test_order_of_parameters_that_shapes_do_not_tell_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"could be of .* in several orders"):
+        merge_lora(model("stacks"), adapters({n: A[n] for n in ("gate_proj", "up_proj")}, B)["peft"])
+
+
+def test_other_axes_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="out-in or in-out"):
+        merge_lora(model("stacks"), adapters(A, B)["stacked"], expert_axes="both")  # type: ignore[arg-type]
