@@ -21,6 +21,10 @@ NAMINGS = ("hf", "megatron", "megatron-legacy")
 """The names that tensors can have: those of Hugging Face, of Megatron core, or of older Megatron."""
 
 
+QUANTISED = ("fp8-block",)
+"""The schemes of quantised weights that ckpt writes."""
+
+
 def _note_anonymous(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     context.meta["ckpt.anonymous"] = value
 
@@ -159,6 +163,18 @@ _EDITS = (
         help="With --dtype and a type of 8 bits: write values that are too large for it as infinite or NaN.",
     ),
     click.option(
+        "--quantise",
+        type=click.Choice(QUANTISED),
+        help="Write the matrices of linear layers as codes and scales; embeddings, head and routers stay plain.",
+    ),
+    click.option(
+        "--leave-plain",
+        type=PatternType(),
+        multiple=True,
+        metavar="PATTERN",
+        help="With --quantise: leave weights plain whose names match. May be given again.",
+    ),
+    click.option(
         "--names",
         type=click.Choice(NAMINGS),
         help="Names of tensors in TARGET.  [default: those that the format needs, else the source's]",
@@ -201,7 +217,7 @@ def renames(command: F) -> F:
 
 
 def edits(command: F) -> F:
-    """`--only`, `--skip`, `--model-only`, `--dtype` and `--names`; the command gets the edited source."""
+    """`--only`, `--skip`, `--model-only`, `--dtype`, `--quantise` and `--names`; the command gets the edited source."""
 
     @wraps(command)
     def edited(
@@ -212,6 +228,8 @@ def edits(command: F) -> F:
         model_only: bool,
         dtype: str | None,
         allow_overflow: bool,
+        quantise: str | None,
+        leave_plain: tuple[str, ...],
         names: Any,
         **arguments: Any,
     ) -> Any:
@@ -231,6 +249,10 @@ def edits(command: F) -> F:
             raise click.UsageError("--allow-overflow is about the values that --dtype rounds: give --dtype, too.")
         if dtype:
             source = noted(source.cast(dtype, allow_overflow))
+        if leave_plain and not quantise:
+            raise click.UsageError("--leave-plain is about the weights that --quantise changes: give --quantise, too.")
+        if quantise:
+            source = noted(source.quantise(quantise, leave_plain))
         return command(*args, source=source, **arguments)
 
     return cast(F, with_options(edited, *_EDITS, group="Edits"))

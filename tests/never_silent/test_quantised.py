@@ -17,9 +17,11 @@ import pytest
 from ckpt.combine import average, merge_lora
 from ckpt.compare import diff
 from ckpt.job import save
+from ckpt_cli.options.source import QUANTISED
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
-from ckpt_formats.core.errors import CorruptError, UnsupportedError
+from ckpt_formats.core.errors import CorruptError, NoMatchError, UnsupportedError
+from ckpt_formats.core.quantised.quantise import SCHEMES_TO_WRITE
 from ckpt_formats.core.quantised.weights import quantised_weights
 from ckpt_formats.registry.opening import open_checkpoint
 from damage import UNSUPPORTED, ckpt
@@ -401,3 +403,45 @@ def test_commands_speak_of_quantised_weights(models: Mapping[str, Checkpoint], t
         assert ran.code == UNSUPPORTED
         assert "quantised weight" in ran.err
         assert not (tmp_path / "a").exists()
+
+
+def test_quantise_writes_fp8_blocks_that_read_back(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    shapes = {f"{MODULE}.weight": (300, 200), "lm_head.weight": (64, 200), "model.norm.weight": (200,)}
+    tensors = {name: random_array(shape, BF16, 1) for name, shape in shapes.items()}
+    write_safetensors(tmp_path / "m" / "model.safetensors", tensors)
+    (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "own", "torch_dtype": "bfloat16"}))
+    ran = ckpt("convert", tmp_path / "m", tmp_path / "fp8", "--to", "hf", "--quantise", "fp8-block", "--json")
+    notes = [note["text"] for note in json.loads(ran.out)["notes"]]
+    assert any("quantised to fp8-block" in text for text in notes)
+    assert any("smaller blocks" in text for text in notes)
+    written = open_checkpoint(tmp_path / "fp8")
+    stated = written.extras["hf/config.json"]["quantization_config"]
+    assert (stated["weight_block_size"], stated["modules_to_not_convert"]) == ([128, 128], ["lm_head"])
+    plain = tensors[f"{MODULE}.weight"].astype(F32)
+    largest = np.array([[np.abs(plain[i : i + 128, j : j + 128]).max() for j in (0, 128)] for i in (0, 128, 256)])
+    scales = largest.astype(F32) / F32(448)
+    spread = scales.repeat(128, 0)[:300].repeat(128, 1)[:, :200]
+    assert np.array_equal(np.asarray(written[f"{MODULE}.weight_scale_inv"]), scales)
+    codes = np.asarray(written[f"{MODULE}.weight"]).view(U8)
+    assert np.array_equal(codes, (plain / spread).astype(E4M3).view(U8))
+    assert np.asarray(written["lm_head.weight"]).tobytes() == tensors["lm_head.weight"].tobytes()
+    again = written.cast("fp32").quantise("fp8-block")
+    assert np.array_equal(np.asarray(again[f"{MODULE}.weight"]).view(U8), codes)
+    assert np.array_equal(again[f"{MODULE}.weight"][100:290, 5:150].view(U8), codes[100:290, 5:150])
+
+
+def test_quantise_refuses_what_has_no_codes(models: Mapping[str, Checkpoint], tmp_path: Path) -> None:
+    assert QUANTISED == SCHEMES_TO_WRITE
+    with pytest.raises(UnsupportedError, match="cannot be quantised again"):
+        models["awq"].quantise("fp8-block")
+    (tmp_path / "m").mkdir()
+    values = np.full((4, 4), np.nan, F32)
+    write_safetensors(tmp_path / "m" / "model.safetensors", {"a.q_proj.weight": values})
+    source = open_checkpoint(tmp_path / "m")
+    with pytest.raises(UnsupportedError, match="NaN or infinite"):
+        save(source.quantise("fp8-block"), tmp_path / "out.safetensors")
+    with pytest.raises(UnsupportedError, match="no matrices"):
+        source.quantise("fp8-block", plain=["q_proj"])
+    with pytest.raises(NoMatchError):
+        source.quantise("fp8-block", plain=["k_proj"])

@@ -23,6 +23,7 @@ from ckpt_formats.core.errors import CorruptError, InvalidArgumentError, Unsuppo
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.name_patterns import search
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.quantised.weights import parts_of, quantised_weights
 from ckpt_formats.core.rules import Pattern
 from ckpt_formats.core.store_path import is_remote, relative_path
 from ckpt_formats.core.text import printable
@@ -98,9 +99,10 @@ class DeltaPolicy(Checked):
     def lossy_parameters(self, source: Checkpoint) -> dict[str, Parameter]:
         """The parameters that get the policy's own codec, by name."""
         lossless = self.delta_codec.lossless
+        codes = {} if lossless else parts_of(quantised_weights(source))  # scales that are nearly right spoil all codes
 
         def gets_codec(parameter: Parameter) -> bool:
-            named = any(search(pattern, parameter.name) for pattern in self.exact)
+            named = parameter.name in codes or any(search(pattern, parameter.name) for pattern in self.exact)
             return parameter.role != "extra" and (lossless or (parameter.role == "parameter" and not named))
 
         return {name: parameter for name, parameter in source.parameters.items() if gets_codec(parameter)}

@@ -345,6 +345,20 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
 
         return edits.cast(self, dtype, allow_overflow)
 
+    def quantise(self, scheme: str, plain: Sequence[str] = ()) -> "Checkpoint":
+        """The matrices of linear layers as codes and scales of a scheme: `fp8-block`, FP8 with a scale for 128 x 128.
+
+        Embeddings, the head, routers, norms, and parameters whose names match one of `plain` stay as they are. The
+        model's configuration states the quantisation.
+
+        Raises `InvalidArgumentError` for an unknown scheme, `NoMatchError` for a pattern that matches nothing,
+        `UnsupportedError` for optimizer states and weights that are quantised already, and when values are read that
+        are NaN or infinite.
+        """
+        from ckpt_formats.core.quantised.quantise import quantised  # no other edit needs its codes
+
+        return quantised(self, scheme, plain)
+
     def rename(self, names: Mapping[str, str] | Callable[[str], str]) -> "Checkpoint":
         """Other names for parameters, by a mapping or a function; a name that a mapping leaves out stays.
 
