@@ -13,9 +13,12 @@ from click.testing import CliRunner
 from safetensors.numpy import load_file
 
 from ckpt_cli.main import cli
+from ckpt_formats.core.geometry import Shape
+from ckpt_formats.names.config import ConfiguredModel, configured_model
+from ckpt_formats.names.packings import stored_shape
 from engines.launch import run_script
 from hf_jobs.models import MODELS
-from hf_jobs.random_models import names
+from hf_jobs.random_models import NOT_IN_MEGATRON, names
 from megatron_jobs.families import EXPECTED, FAMILIES, INPUT
 from trained import once
 
@@ -28,9 +31,17 @@ pytestmark = [
 JOBS = Path(__file__).parents[1] / "jobs"
 CLOSE = 1e-5
 """Logits are about 1 to 5, and other choices of any family change them by 1e-3 or more: see the last test."""
-TRANSLATED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gpt2")
-RANDOM_MODELS = [name for name in names(1) if name.rpartition("-")[0] in TRANSLATED]
-SPLIT = {"llama-1-even": "--tp 2 --pp 2", "mixtral-0-even": "--tp 2 --ep 2 --etp 1"}
+WITH_EXPERTS = ("qwen2_moe-1", "qwen3_moe-1", "glm4_moe-1", "gpt_oss-2")
+RANDOM_MODELS = [*(name for name in names(1) if not name.startswith(NOT_IN_MEGATRON)), *WITH_EXPERTS]
+NOT_TRANSLATED = [f"{family}-0" for family in NOT_IN_MEGATRON]
+SPLIT = {
+    "llama-1-even": "--tp 2 --pp 2",
+    "mixtral-0-even": "--ep 2 --etp 1",
+    "qwen2_moe-1-even": "--tp 2 --ep 2 --etp 2",
+    "qwen3_moe-1-even": "--pp 2",
+    "glm4_moe-1-even": "--tp 2 --ep 2 --etp 1",
+    "gpt_oss-2-even": "--tp 2 --pp 2 --ep 2 --etp 1",
+}
 """Models of even sizes, and the ranks over which they are resharded."""
 CHOICES = {
     "llama_wide_heads": {"rope_theta": 10000.0},
@@ -85,7 +96,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     out = tmp_path_factory.mktemp("there")
     known = [*MODELS, *RANDOM_MODELS, *SPLIT]
-    run_script(JOBS / "hf_jobs" / "save_models.py", [str(out), *known], 2)
+    run_script(JOBS / "hf_jobs" / "save_models.py", [str(out), *known, *NOT_TRANSLATED], 2)
     jobs = []
     for name in known:
         convert(out / name, out / f"{name}.megatron", "--to", "megatron-legacy")
@@ -161,6 +172,29 @@ def test_a_model_comes_back_from_megatron_with_every_bit_by_its_arguments_alone(
         assert array.dtype == after[key].dtype
         assert np.array_equal(array, after[key]), key
     assert (loaded[f"{name}.back"]["logits"] - torch.load(there / f"{name}.pt")).abs().max() < CLOSE
+
+
+@pytest.mark.parametrize("name", [*RANDOM_MODELS, *NOT_TRANSLATED])
+def test_names_are_those_of_files_and_of_memory(name: str, there: Path) -> None:
+    configured = configured_model(json.loads((there / name / "config.json").read_text()))
+    assert configured is not None
+    files = load_file(there / name / "model.safetensors")
+    assert shapes_of(configured, "hf") == {key: array.shape for key, array in files.items()}
+    memory = json.loads((there / f"{name}.memory.json").read_text())
+    parameters = {key: shape for key, shape in shapes_of(configured, "hf_memory").items() if not is_buffer(key)}
+    assert list(parameters.items()) == [(key, tuple(shape)) for key, shape in memory.items()]
+
+
+def shapes_of(configured: ConfiguredModel, dialect: str) -> dict[str, Shape]:
+    """The names and shapes of a model in the order of a dialect, without the second name of a tied tensor."""
+    model = configured.model
+    tie = model.tie(dialect)
+    tensors = {one.names[0]: stored_shape(one.packing, one.scope, model.shape) for one in model.stored(dialect)}
+    return {name: shape for name, shape in tensors.items() if tie is None or name != tie.alias}
+
+
+def is_buffer(name: str) -> bool:
+    return name.endswith("gate.e_score_correction_bias")
 
 
 def test_any_other_choice_of_the_configuration_would_show(loaded: dict[str, dict[str, Any]]) -> None:

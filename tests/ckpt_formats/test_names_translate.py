@@ -25,7 +25,7 @@ from ckpt_formats.core.values import Record, Value
 from ckpt_formats.names.arguments import ARGUMENTS, to_arguments, updated, values_of
 from ckpt_formats.names.config import CONFIG, checked_values, configured_model, to_config
 from ckpt_formats.names.hyperparameters import Values
-from ckpt_formats.names.tables import Family, families
+from ckpt_formats.names.tables import Family, families, hyperparameters
 from ckpt_formats.names.translate import naming_of, to_core, to_hf, to_legacy, to_megatron
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
@@ -53,8 +53,10 @@ def models(draw: st.DrawFn, family: str) -> dict[str, Any]:
     is_wide = gpt2 or family == "qwen2"
     rope_type = "default" if gpt2 else draw(st.sampled_from(["default", "linear", "llama3"]))
     biased = gpt2 or (draw(st.booleans()) and family == "llama")
-    chosen = draw(st.integers(1, 2)) if experts else None
+    chosen = draw(st.integers(2, 3)) if experts else None
+    window = draw(st.none() | st.integers(1, 9)) if family in ("mistral", "mixtral") else None
     return {
+        **{one.name: one.default for one in hyperparameters()},
         "layers": layers,
         "hidden": heads * head_dim if is_wide else draw(st.integers(1, 9)),
         "heads": heads,
@@ -73,7 +75,8 @@ def models(draw: st.DrawFn, family: str) -> dict[str, Any]:
         "theta": None if gpt2 else 10000.0,
         "rope_type": rope_type,
         "rope_factor": None if rope_type == "default" else draw(st.sampled_from([2.0, 8.5])),
-        "window": draw(st.none() | st.integers(1, 9)) if family in ("mistral", "mixtral") else None,
+        "window": window,
+        "window_layers": None if window is None else [True] * layers,
         "gated": not gpt2,
         "position_type": "learned_absolute" if gpt2 else "rope",
         "window_ahead": 0,
@@ -82,16 +85,6 @@ def models(draw: st.DrawFn, family: str) -> dict[str, Any]:
         "o_bias": biased,
         "mlp_bias": biased,
         "qk_norm": "head" if family == "qwen3" else "none",
-        "mixers": None,
-        "softmax_first": False,
-        "rotary": 1.0,
-        "norms_before": True,
-        "norms_after": False,
-        "mla": False,
-        "sinks": False,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-        "std": 0.02,
     }
 
 
@@ -324,7 +317,7 @@ TO_MEGATRON: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = 
     ),
     "another activation": (lambda: configured(hidden_act="relu"), UnsupportedError, "relu"),
     "a stretched rotation": (
-        lambda: configured(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        lambda: configured(rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
         UnsupportedError,
         "which Megatron does not support",
     ),
@@ -403,7 +396,6 @@ TO_HF: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = {
     "norms that add one": (lambda: in_megatron(layernorm_zero_centered_gamma=True), UnsupportedError, "zero_centered"),
     "the same, of old": (lambda: in_megatron(apply_layernorm_1p=True), UnsupportedError, "apply_layernorm_1p"),
     "another norm": (lambda: in_megatron(normalization="LayerNorm"), UnsupportedError, "normalization"),
-    "interleaved rotation": (lambda: in_megatron(rotary_interleaved=True), UnsupportedError, "rotary_interleaved"),
     "half a rotation": (lambda: in_megatron(rotary_percent=0.5), UnsupportedError, "rotary_percent"),
     "no gate": (lambda: in_megatron(swiglu=False), UnsupportedError, "swiglu"),
     "no word of a gate": (lambda: in_megatron(swiglu=...), UnsupportedError, "swiglu"),
@@ -434,7 +426,7 @@ TO_HF: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = {
     "some layers with windows": (
         lambda: in_megatron(window_size=(3, 0), window_attn_skip_freq=2),
         UnsupportedError,
-        "window_attn_skip_freq",
+        "window_size",
     ),
     "biases that have no tensors": (lambda: in_megatron(add_qkv_bias=True), UnsupportedError, "linear_qkv.bias"),
     "norms that have no tensors": (lambda: in_megatron(qk_layernorm=True), UnsupportedError, "q_layernorm"),

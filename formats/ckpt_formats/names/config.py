@@ -161,8 +161,11 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
 def _check_scaling(config: Mapping[str, Any], values: Values) -> None:
     """Raise `UnsupportedError` for a scaling of rotary frequencies that Megatron does not have."""
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    is_known = values["rope_type"] in ("default", "linear") or (
-        values["rope_type"] == "llama3" and all(rotary.get(key) == value for key, value in LLAMA3.items())
+    kind = values["rope_type"]
+    is_known = (
+        kind in ("default", "linear")
+        or (kind == "llama3" and all(rotary.get(key) == value for key, value in LLAMA3.items()))
+        or (kind == "yarn" and not rotary.get("attention_factor"))
     )
     if not is_known:
         raise UnsupportedError(
@@ -173,11 +176,19 @@ def _check_scaling(config: Mapping[str, Any], values: Values) -> None:
 def _scaling(values: Values) -> dict[str, Any] | None:
     if values["rope_type"] == "default":
         return None
-    return {
-        "rope_type": values["rope_type"],
-        "factor": values["rope_factor"],
-        **(LLAMA3 if values["rope_type"] == "llama3" else {}),
+    mscale_all = values["rope_mscale_all"]
+    further: dict[str, dict[str, Any]] = {
+        "llama3": {**LLAMA3},
+        "yarn": {
+            "original_max_position_embeddings": values["rope_original"],
+            "beta_fast": values["rope_beta_fast"],
+            "beta_slow": values["rope_beta_slow"],
+            "truncate": values["rope_truncate"],
+            **({"mscale": values["rope_mscale"], "mscale_all_dim": mscale_all} if mscale_all else {}),
+        },
     }
+    kind = values["rope_type"]
+    return {"rope_type": kind, "factor": values["rope_factor"], **further.get(kind, {})}
 
 
 def _text(value: Any) -> str:

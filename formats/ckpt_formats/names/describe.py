@@ -185,7 +185,8 @@ def _fits(name: str, pattern: str) -> bool:
 def _family_of(values: Values, where: Path) -> Family:
     """The family that can state these hyperparameters. Raises `UnsupportedError` if there is none, or several."""
     misfits = {family.name: differing(values, family) for family in families()}
-    fitting = [family for family in families() if not misfits[family.name] and is_preferred(values, family)]
+    other_kinds = {family.name for family in families() if not is_preferred(values, family)}
+    fitting = [family for family in families() if not misfits[family.name] and family.name not in other_kinds]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
@@ -194,7 +195,11 @@ def _family_of(values: Values, where: Path) -> Family:
             where=where,
             hint="Name the model's config.json with --config.",
         )
-    name, nearest = min(misfits.items(), key=lambda item: len(item[1]))
+    # A family that could state the model, but whose models have more, is not similar.
+    name, nearest = min(
+        ((family.name, misfits[family.name]) for family in families() if misfits[family.name]),
+        key=lambda item: (item[0] in other_kinds, len(item[1])),
+    )
     stated = "; ".join(_stated(values, nearest))
     raise UnsupportedError(
         f"no known family of models in transformers has what the run's arguments state. The most similar one, {name}, "

@@ -23,6 +23,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_new",
     "gelu_pytorch_tanh": "gelu_new",
     "gelu_fast": "gelu_new",
+    "quick_gelu": "quick_gelu",
 }
 """`gelu_new` is GELU by the hyperbolic tangent, `gelu` by the error function. By the names of transformers."""
 _MAX_LAYERS = 100_000

@@ -25,7 +25,8 @@ def model(name: str) -> Entries:
     if name in MODELS:
         return MODELS[name]
     family, seed, *even = name.split("-")
-    entries = {"model_type": family, "initializer_range": 0.1, **RANDOM[family](random.Random(name)), "seed": int(seed)}
+    entries = RANDOM[family](random.Random(f"{family}-{seed}"))
+    entries = {"model_type": family, "initializer_range": 0.1, **entries, "seed": int(seed)}
     return {key: 2 * value if even and key in _SPLIT else value for key, value in entries.items()}
 
 
@@ -133,7 +134,7 @@ def qwen3_moe(rng: random.Random) -> Entries:
 
 
 def glm4_moe(rng: random.Random) -> Entries:
-    entries, experts = common(rng), _experts(rng, "n_routed_experts")
+    entries, experts = common(rng), {"n_group": 1, "topk_group": 1, **_experts(rng, "n_routed_experts")}
     entries["rope_parameters"]["partial_rotary_factor"] = rng.choice((0.25, 0.5, 1.0))
     if rng.random() < 0.5:  # Megatron scores a group by as many experts as it may give, transformers always by two
         experts |= {"n_routed_experts": 9, "n_group": 3, "topk_group": 2, "num_experts_per_tok": rng.choice((4, 5))}
@@ -186,7 +187,7 @@ def ernie4_5_moe(rng: random.Random) -> Entries:
 
 def phi3(rng: random.Random) -> Entries:
     entries = _without_head_dim(rng)
-    entries["rope_parameters"]["partial_rotary_factor"] = rng.choice((0.5, 1.0))
+    entries["rope_parameters"]["partial_rotary_factor"] = 0.5  # one that rotates whole heads is a Llama
     return {**entries, "sliding_window": rng.choice((None, 3, 5))}
 
 

@@ -36,6 +36,7 @@ _SAME = (
     "num_query_groups",
     "group_query_attention",
     "swiglu",
+    "quick_geglu",
     "num_experts",
     "moe_ffn_hidden_size",
     "untie_embeddings_and_output_weights",

@@ -142,7 +142,7 @@ def sizes_of(args: Arguments, version: Value = 3.0) -> dict[str, int]:
     put("q_rank", "q_lora_rank")
     put("kv_rank", "kv_lora_rank")
     put("rope_dim", "qk_pos_emb_head_dim")
-    sizes["gated"] = int(args.flag("swiglu", "gated_linear_unit", "glu_activation"))
+    sizes["gated"] = int(args.flag("swiglu", "quick_geglu", "gated_linear_unit", "glu_activation"))
     sizes["latent"] = int(args.flag("multi_latent_attention"))
     sizes["cut_down_proj"] = int(args.text("transformer_impl") == "local")
     sizes["qkv_pieces"] = int(isinstance(version, (int, float)) and version < 1)

@@ -1,0 +1,109 @@
+"""Families of models: what Megatron core cannot compute is refused by name, and optimizer states go with weights."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.tensor import read
+from ckpt_formats.names.arguments import to_arguments
+from ckpt_formats.names.config import CONFIG, checked_values, configured_model
+from ckpt_formats.names.packings import stored_shape
+from ckpt_formats.names.tables import family_of
+from ckpt_formats.names.translate import to_hf, to_megatron
+from held import HELD, ORIGIN, array, bits, checkpoint, parameter
+from hf_jobs.random_models import NOT_IN_MEGATRON, RANDOM, model
+
+F32 = DTYPES["float32"]
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "norms after attention": ("olmo2", {}, "norms_before"),
+    "norms of all queries at once, and windows": ("olmo3", {}, "norms_before"),
+    "a balance bias of a softmax": ("ernie4_5_moe", {}, "router_correction"),
+    "biases of attention alone": ("qwen3_moe", {"attention_bias": True}, "o_bias"),
+    "no biases of attention": ("gpt_oss", {"attention_bias": False}, "qkv_bias"),
+    "another sigmoid of GPT-OSS": ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha"),
+    "weights of experts that do not add up to one": (
+        "glm4_moe",
+        {"norm_topk_prob": False, "num_experts_per_tok": 2, "n_group": 1},
+        "router_sum",
+    ),
+    "one expert of weight one": ("glm4_moe", {"num_experts_per_tok": 1, "n_group": 1}, "router_sum"),
+    "one expert of weight one by softmax": (
+        "qwen3_moe",
+        {"num_experts_per_tok": 1, "norm_topk_prob": True},
+        "softmax_first",
+    ),
+    "groups scored by another number of experts": (
+        "glm4_moe",
+        {"n_routed_experts": 9, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 6},
+        "router_group_best",
+    ),
+    "long rotary factors": ("phi3", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rotary"),
+    "what Phi 3 takes for long rotary factors": ("phi3", {"rope_parameters": YARN}, "rotary"),
+    "another scale of YaRN": ("gpt_oss", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor"),
+    "windows of Qwen 2": ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+    "a gate by another function": ("qwen3_moe", {"hidden_act": "gelu"}, "gated"),
+}
+
+
+def entries(family: str, **changes: Any) -> dict[str, Any]:
+    return {**model(f"{family}-0"), **changes}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_megatron_core_does_not_get_what_it_cannot_compute(kind: str) -> None:
+    name, changes, named = REFUSED[kind]
+    config = entries(name, **changes)
+    family = family_of(config)
+    assert family is not None
+    with pytest.raises(UnsupportedError, match=named):
+        to_arguments(checked_values(config, family, HELD), None)
+
+
+@pytest.mark.parametrize("changes", [{"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1}, {"n_group": 1}])
+def test_megatron_core_gets_a_router_that_it_computes_alike(changes: dict[str, Any]) -> None:
+    config = entries("glm4_moe", **changes)
+    family = family_of(config)
+    assert family is not None
+    arguments = to_arguments(checked_values(config, family, HELD), None)
+    assert arguments["moe_router_score_function"] == "sigmoid"
+
+
+def in_hf(config: dict[str, Any], **seeds: int) -> Checkpoint:
+    """A model with a state of random values for each seed."""
+    configured = configured_model(config)
+    assert configured is not None
+    tie = configured.tie
+    parameters = [
+        parameter(
+            one.names[0],
+            {
+                state: array(F32, stored_shape(one.packing, one.scope, configured.model.shape), 100 * seed + i)
+                for state, seed in seeds.items()
+            },
+        )
+        for i, one in enumerate(configured.model.stored("hf"))
+        if tie is None or one.names[0] != tie.alias
+    ]
+    aliases = {} if tie is None else {tie.alias: tie.name}
+    return checkpoint(parameters, (), {CONFIG: config}, aliases, ORIGIN)
+
+
+def values(source: Checkpoint, state: str) -> dict[str, object]:
+    return {name: bits(read(one.states[state])) for name, one in source.parameters.items()}
+
+
+@pytest.mark.parametrize("family", sorted(RANDOM.keys() - set(NOT_IN_MEGATRON)))
+def test_optimizer_states_go_with_the_weights(family: str) -> None:
+    config = entries(family)
+    source = in_hf(config, model=1, exp_avg=2)
+    there = to_megatron(source)
+    assert values(there, "exp_avg") == values(to_megatron(in_hf(config, model=2)), "model")
+    extras = {key: value for key, value in there.extras.items() if key != CONFIG}
+    back = to_hf(replace(there, extras=extras))
+    for state in ("model", "exp_avg"):
+        assert values(back, state) == values(source, state)
