@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats.core.errors import CkptError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, UnsupportedError
+from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.text import printable
 from ckpt_formats.names.expressions import evaluate
 from ckpt_formats.names.hyperparameters import (
@@ -16,7 +17,8 @@ from ckpt_formats.names.hyperparameters import (
     read,
     write,
 )
-from ckpt_formats.names.model import Model, Tie
+from ckpt_formats.names.model import Model, ModelTensor, Tie
+from ckpt_formats.names.packings import stored_shape
 from ckpt_formats.names.tables import Family, family_of
 
 CONFIG = "hf/config.json"
@@ -61,6 +63,18 @@ class ConfiguredModel:
         except CkptError:
             return None
 
+    def shapes(self, dialect: str) -> dict[str, Shape]:
+        """The shapes of the tensors by name, where the configuration states them."""
+        stored = self.model.stored(dialect)
+        shapes = ((one.names[0], self._shape(one)) for one in stored)
+        return {name: shape for name, shape in shapes if shape is not None}
+
+    def _shape(self, one: ModelTensor) -> Shape | None:
+        try:
+            return stored_shape(one.packing, one.scope, self.model.shape)
+        except CorruptError:
+            return None
+
 
 def configured_model(config: Mapping[str, Any] | None) -> ConfiguredModel | None:
     """The model that a configuration describes; None for a family that is not known."""
@@ -75,6 +89,7 @@ def model_of(family: Family, values: Values) -> Model:
 
 def read_config(config: Mapping[str, Any], family: Family) -> ModelReading:
     """The hyperparameters that a config.json states."""
+    config = _of_text(config, family)
     entries = {**config, **_rotary(config)}
     entries |= {usual: config[own] for usual, own in family.entries.items() if own in config}
     defaults = family.settings.defaults
@@ -91,10 +106,10 @@ def checked_values(config: Mapping[str, Any], family: Family, where: Path) -> Va
     Megatron cannot compute.
     """
     try:
-        check_plain(family.settings, config, _SOURCE, _HINT)
+        check_plain(family.settings, _of_text(config, family), _SOURCE, _HINT)
         values = read_config(config, family).checked()
         _check_heads(values)
-        _check_scaling(config, values)
+        _check_scaling(_of_text(config, family), values)
     except CkptError as error:
         raise type(error)(error.what, where=where, hint=error.hint) from None
     return values
@@ -127,6 +142,12 @@ def differing(values: Values, family: Family) -> tuple[str, ...]:
 def is_preferred(values: Values, family: Family) -> bool:
     """Whether a model is of this family rather than of one with fewer options, which could state it, too."""
     return bool(evaluate(family.only, values))
+
+
+def _of_text(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """The entries for the part for text. Those of the whole model, such as tied embeddings, come first."""
+    text = config.get(family.text) if family.text else None
+    return {**text, **config} if isinstance(text, dict) else config
 
 
 def _written(values: Values, family: Family) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class Model:
     def _of_place(
         self, own: Dialect, rules: Sequence[NameRule], place: Place, layer: int | None, present: frozenset[str]
     ) -> Iterator[ModelTensor]:
-        scope, numbers = self.values, {"base": self.base_prefix}
+        scope, numbers = self.values, {"base": own.prefixes.get("base", self.base_prefix)}
         if layer is not None:
             number = layer - self.values["layers"]
             scope = {**self.values, "layer": layer, "mtp": number}

@@ -7,6 +7,7 @@ names are those of one kind of model. Tables are data: their expressions cannot 
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ Kind = Literal["count", "natural", "number", "flag", "text", "activation", "patt
 Expressions = Mapping[str, Expression]
 
 DIALECTS = ("hf", "hf_memory", "megatron")
+_NEVER = re.compile(r"(?!)")
 _HERE = Path(__file__).parent
 _IGNORED = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 """Saved by old versions of transformers, but always computed."""
@@ -120,6 +122,10 @@ class Family:
     settings: Settings
     dialects: Mapping[str, Dialect]
     """With the names of this family."""
+    text: str = ""
+    """The entry of config.json with the configuration of the part for text, in models that have other parts, too."""
+    others: re.Pattern[str] = _NEVER
+    """The names of the other parts' tensors, which are the same under all names."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +148,10 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
     """The family of the model with this configuration, or None."""
     stated, model_type = config.get("architectures"), config.get("model_type")
     architectures = stated if isinstance(stated, list) else []
-    for family in families():
-        known = not architectures or any(one in family.architectures for one in architectures)
-        if isinstance(model_type, str) and model_type in family.model_types and known:
-            return family
+    for name, table in _family_tables().items():
+        known = not architectures or any(one in table["architectures"] for one in architectures)
+        if isinstance(model_type, str) and model_type in table["model_types"] and known:
+            return _family(name)
     return None
 
 
@@ -198,17 +204,24 @@ def dialect(name: str) -> Dialect:
 @cache
 def families() -> tuple[Family, ...]:
     """All families, sorted by name."""
-    return tuple(map(_family, sorted(file.stem for file in (_HERE / "families").glob("*.toml"))))
+    return tuple(map(_family, _family_tables()))
+
+
+@cache
+def _family_tables() -> Mapping[str, dict[str, Any]]:
+    """The tables of families by name. Few processes need more than one of them as a `Family`."""
+    files = sorted((_HERE / "families").glob("*.toml"))
+    return {file.stem: tomllib.loads(file.read_text("utf-8")) for file in files}
 
 
 @cache
 def _family(name: str) -> Family:
-    return parse_family(name, (_HERE / "families" / f"{name}.toml").read_text("utf-8"))
+    return family_in(name, _family_tables()[name])
 
 
-def parse_family(name: str, text: str) -> Family:
-    """The family in a TOML text. Raises `ValueError` for missing entries, or entries that are not known."""
-    table = tomllib.loads(text)
+def family_in(name: str, entries: Mapping[str, Any]) -> Family:
+    """The family in a table. Raises `ValueError` for missing entries, or entries that are not known."""
+    table = deepcopy(dict(entries))
     parent = _family(table.pop("like")) if "like" in table else None
     try:
         family = _parsed(name, table, parent)
@@ -245,6 +258,8 @@ def _parsed(name: str, table: dict[str, Any], parent: Family | None) -> Family:
         {**(parent.entries if parent else {}), **table.pop("entries", {})},
         settings,
         dialects,
+        table.pop("text", ""),
+        re.compile(table.pop("others", _NEVER.pattern)),
     )
 
 

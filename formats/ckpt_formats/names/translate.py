@@ -30,7 +30,7 @@ from ckpt_formats.names.expressions import Scope
 from ckpt_formats.names.model import AtomKey, Model, ModelTensor, key_of
 from ckpt_formats.names.packings import pack, unpack
 from ckpt_formats.names.renames import TensorRename, apply_renames
-from ckpt_formats.names.tables import dialect
+from ckpt_formats.names.tables import Family, dialect
 
 Naming = Literal["hf", "megatron", "megatron-legacy"]
 
@@ -122,7 +122,7 @@ def translated(
     """
     model = description.model
     stored, wanted = _without_tie(model, old, source), model.stored(new)
-    _check_known(source, {name for one in stored for name in one.names}, description.family.name)
+    _check_known(source, {name for one in stored for name in one.names}, description.family)
     present, missing = _present(stored, source)
     changes = list(renames(model, present, wanted))
     if not partial:
@@ -267,11 +267,15 @@ def _is_half(
     return any(keys & set(one.keys) and there & set(one.keys) for one in new)
 
 
-def _check_known(source: Checkpoint, known: set[str], family: str) -> None:
-    surplus = [name for name, parameter in source.parameters.items() if parameter.role != "extra" and name not in known]
+def _check_known(source: Checkpoint, known: set[str], family: Family) -> None:
+    surplus = [
+        name
+        for name, parameter in source.parameters.items()
+        if parameter.role != "extra" and name not in known and not family.others.fullmatch(name)
+    ]
     if surplus:
         raise UnsupportedError(
-            f"a model of the family {family} has no {_listed(surplus)}",
+            f"a model of the family {family.name} has no {_listed(surplus)}",
             where=source.path,
             hint="Leave them out with --skip, or name the right config.json with --config.",
         )

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.geometry import Shape
 from ckpt_formats.names.config import ConfiguredModel, configured_model
 from ckpt_formats.names.model import Tie
 from ckpt_formats.names.renames import TensorRename, apply_renames
@@ -31,6 +32,8 @@ class NameMatch:
     surplus: tuple[str, ...] = ()
     tie: Tie | None = None
     """The model's tied names, of which files have one; None if there are none or this is not known."""
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    """The shapes of the tensors in the model's files, by name, where the configuration states them."""
 
 
 def match_names(names: Iterable[str], config: Mapping[str, Any] | None) -> NameMatch:
@@ -45,15 +48,15 @@ def match_names(names: Iterable[str], config: Mapping[str, Any] | None) -> NameM
     if configured is None or config is None or expected is None or "quantization_config" in config:
         return NameMatch(same, False)
     tie = configured.tie
-    running = configured.names("hf_memory")
+    running, shapes = configured.names("hf_memory"), configured.shapes("hf")
     for renamed in _renamings(given):
         if not any(_unfit(renamed.values(), expected, configured, tie)):
-            return NameMatch(renamed, True, tie=tie)
+            return NameMatch(renamed, True, tie=tie, shapes=shapes)
         if running not in (None, expected) and not any(_unfit(renamed.values(), running or (), configured, tie)):
             changes = renames_between(configured.model, renamed.values(), "hf_memory", "hf")
-            return NameMatch(renamed, True, changes, tie=tie)
+            return NameMatch(renamed, True, changes, tie=tie, shapes=shapes)
     missing, surplus = _unfit(same.values(), expected, configured, tie)
-    return NameMatch(same, True, (), missing, surplus, tie)
+    return NameMatch(same, True, (), missing, surplus, tie, shapes)
 
 
 def with_model_names(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
@@ -96,5 +99,6 @@ def _unfit(
         needed = [name.removeprefix(family.base_prefix) for name in needed]
     optional = {tie.alias} if tie else set()
     missing = tuple(name for name in needed if name not in present and name not in optional)
-    surplus = tuple(sorted(name for name in present - set(needed) if not family.ignored.fullmatch(name)))
+    allowed = re.compile(f"{family.ignored.pattern}|{family.others.pattern}")
+    surplus = tuple(sorted(name for name in present - set(needed) if not allowed.fullmatch(name)))
     return missing, surplus
