@@ -201,6 +201,80 @@ def olmo3(rng: random.Random) -> Entries:
     return {**entries, "rope_parameters": rotary, **_windows(rng, entries["num_hidden_layers"])}
 
 
+def gemma(rng: random.Random) -> Entries:
+    return {**common(rng), "tie_word_embeddings": True, "attention_bias": rng.random() < 0.3}
+
+
+def _gemma_heads(rng: random.Random) -> Entries:
+    """Its configuration wants a hidden size that the heads divide, whatever their width."""
+    caps = {"attn_logit_softcapping": rng.choice((None, 20.0)), "final_logit_softcapping": rng.choice((None, 30.0))}
+    return {**gemma(rng), **caps, "query_pre_attn_scalar": rng.randrange(5, 50)}
+
+
+def gemma2(rng: random.Random) -> Entries:
+    entries = _gemma_heads(rng)
+    return {**entries, **_windows(rng, entries["num_hidden_layers"])}
+
+
+def gemma3(rng: random.Random) -> Entries:
+    entries = gemma2(rng)
+    rotary = {"full_attention": entries["rope_parameters"], "sliding_attention": {"rope_type": "default"}}
+    rotary["sliding_attention"] |= {"rope_theta": float(rng.randrange(100, 5000))}
+    return {**entries, "rope_parameters": rotary}
+
+
+def minimax_m2(rng: random.Random) -> Entries:
+    entries = common(rng)
+    entries["rope_parameters"]["partial_rotary_factor"] = rng.choice((0.5, 1.0))
+    return {**entries, "num_local_experts": rng.choice((3, 5)), "num_experts_per_tok": rng.choice((2, 3))}
+
+
+def hunyuan_dense(rng: random.Random) -> Entries:
+    return {**common(rng), "attention_bias": rng.random() < 0.3}
+
+
+def hunyuan_moe(rng: random.Random) -> Entries:
+    return {**hunyuan_dense(rng), "num_experts": rng.choice((3, 5)), "moe_topk": rng.choice((1, 2))}
+
+
+def llama4(rng: random.Random) -> Entries:
+    experts = {"num_local_experts": rng.choice((3, 5)), "interleave_moe_layer_step": rng.choice((1, 2))}
+    return {**common(rng), **experts, "intermediate_size_mlp": rng.randrange(70, 90)}
+
+
+def seed_oss(rng: random.Random) -> Entries:
+    return {**common(rng), "attention_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5}
+
+
+def qwen_vision(rng: random.Random) -> Entries:
+    text, tied = common(rng), rng.random() < 0.5
+    text["rope_parameters"]["mrope_section"] = [2, 1, 1]
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 12}
+    vision |= {"out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": [0]}
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
+
+
+def gemma3_vision(rng: random.Random) -> Entries:
+    return {"text_config": gemma3(rng), "vision_config": _SMALL_EYES, "tie_word_embeddings": True}
+
+
+def llama4_vision(rng: random.Random) -> Entries:
+    eyes = {**_SMALL_EYES, "intermediate_size": 32, "vision_output_dim": 16}
+    eyes |= {"projector_input_dim": 16, "projector_output_dim": 16}
+    text = {**llama4(rng), "tie_word_embeddings": False}
+    return {"text_config": text, "vision_config": eyes, "tie_word_embeddings": False}
+
+
+_SMALL_EYES = {
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
 RANDOM: dict[str, Callable[[random.Random], Entries]] = {
     "llama": llama,
     "mistral": mistral,
@@ -217,6 +291,21 @@ RANDOM: dict[str, Callable[[random.Random], Entries]] = {
     "phi3": phi3,
     "olmo2": olmo2,
     "olmo3": olmo3,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "minimax_m2": minimax_m2,
+    "hunyuan_v1_dense": hunyuan_dense,
+    "hunyuan_v1_moe": hunyuan_moe,
+    "llama4_text": llama4,
+    "seed_oss": seed_oss,
+    "qwen2_5_vl": qwen_vision,
+    "qwen3_vl": qwen_vision,
+    "gemma3": gemma3_vision,
+    "llama4": llama4_vision,
 }
-NOT_IN_MEGATRON = ("ernie4_5_moe", "olmo2", "olmo3")
+NOT_IN_MEGATRON = (
+    *("ernie4_5_moe", "olmo2", "olmo3", "gemma", "gemma2", "gemma3_text", "minimax_m2"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "llama4_text", "seed_oss", "qwen2_5_vl", "qwen3_vl", "gemma3", "llama4"),
+)
 """Families that no arguments of Megatron core describe."""
