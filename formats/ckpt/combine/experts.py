@@ -207,7 +207,7 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True)
-class Target:
+class ExpertTarget:
     """Weights that an update changes: some of the update's outputs, some of the weights' outputs."""
 
     weights: ExpertWeights
@@ -247,29 +247,29 @@ class StoredExperts:
             return None
         return ExpertWeights(names, shapes.pop(), len(names), False)
 
-    def targets(self, root: str, projection: str) -> tuple[Target, ...]:
+    def targets(self, root: str, projection: str) -> tuple[ExpertTarget, ...]:
         """The weights that an update of a projection changes; none if the model has no such projection."""
         if weights := self.weights(root, projection):
-            return (Target(weights),)
+            return (ExpertTarget(weights),)
         if projection == _GATE_UP:
             for names in _GATE_AND_UP:
                 parts = [self.weights(root, name) for name in names]
                 if all(part is not None for part in parts):
-                    return tuple(Target(part, i) for i, part in enumerate(parts) if part is not None)
+                    return tuple(ExpertTarget(part, i) for i, part in enumerate(parts) if part is not None)
         for names in _GATE_AND_UP:
             if projection in names and (weights := self.weights(root, _GATE_UP)):
-                return (Target(weights, None, names.index(projection)),)
+                return (ExpertTarget(weights, None, names.index(projection)),)
         if projection in _DOWN:
             other = _DOWN[1 - _DOWN.index(projection)]
             if weights := self.weights(root, other):
-                return (Target(weights),)
+                return (ExpertTarget(weights),)
         return ()
 
     def _shape(self, name: str) -> Shape:
         return self._base.parameters[name].weight.shape if name in self._base.parameters else ()
 
 
-def fits(targets: Sequence[Target], outputs: int, inputs: int) -> frozenset[bool]:
+def fits(targets: Sequence[ExpertTarget], outputs: int, inputs: int) -> frozenset[bool]:
     """How an update of so many outputs and inputs fits weights: whether they may be stored as (in, out), as (out, in).
 
     Both, if the weights are square; neither, if the update does not fit.

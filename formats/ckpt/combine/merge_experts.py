@@ -7,11 +7,11 @@ from ckpt.combine.adapter import MODEL_TYPES, refusal
 from ckpt.combine.experts import (
     ExpertAxes,
     ExpertModule,
+    ExpertTarget,
     ExpertUpdate,
     ExpertWeights,
     LowRank,
     StoredExperts,
-    Target,
     Updates,
     fits,
     of_each_expert,
@@ -65,7 +65,7 @@ def _edits(
     merge: LoraMerge, updates: Updates, root: str, stored: StoredExperts, axes: ExpertAxes | None
 ) -> dict[ExpertWeights, _WeightEdit]:
     """The edits of all weights of a module. Raises `UnsupportedError` for an update that fits none, or in two ways."""
-    changes = list[tuple[Target, frozenset[bool], Mapping[int | None, ExpertUpdate | LowRank]]]()
+    changes = list[tuple[ExpertTarget, frozenset[bool], Mapping[int | None, ExpertUpdate | LowRank]]]()
     for projection, update in updates.items():
         targets = stored.targets(root, projection)
         for one in update.values():
@@ -76,7 +76,7 @@ def _edits(
     known = {reading for _, readings, _ in changes for reading in readings if len(readings) == 1}
     result = dict[ExpertWeights, _WeightEdit]()
     for target, readings, own in changes:
-        is_transposed = _settled(merge, target, readings if len(readings) == 1 else frozenset(known), axes)
+        is_transposed = _reading(merge, target, readings if len(readings) == 1 else frozenset(known), axes)
         edit = result.setdefault(target.weights, _WeightEdit(is_transposed))
         experts = dict(of_each_expert(own, target.weights.count, merge.adapter))
         if target.update_part is not None:
@@ -94,7 +94,7 @@ def _half(update: LowRank, part: int) -> LowRank:
     return update.outputs(part * rows, (part + 1) * rows)
 
 
-def _settled(merge: LoraMerge, target: Target, readings: frozenset[bool], axes: ExpertAxes | None) -> bool:
+def _reading(merge: LoraMerge, target: ExpertTarget, readings: frozenset[bool], axes: ExpertAxes | None) -> bool:
     """Whether weights are stored as (in, out): as their shape shows, that of others in the module, or `axes` states."""
     if not target.weights.is_stack:
         return False
@@ -110,7 +110,7 @@ def _settled(merge: LoraMerge, target: Target, readings: frozenset[bool], axes: 
     )
 
 
-def _misfit(merge: LoraMerge, update: ExpertUpdate | LowRank, targets: tuple[Target, ...]) -> UnsupportedError:
+def _misfit(merge: LoraMerge, update: ExpertUpdate | LowRank, targets: tuple[ExpertTarget, ...]) -> UnsupportedError:
     shapes = ", ".join(f"{list(target.weights.shape)} in `{target.weights.names[0]}`" for target in targets)
     error = refusal(
         merge.adapter,
