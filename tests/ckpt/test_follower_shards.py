@@ -185,7 +185,7 @@ def test_damaged_shard_is_discarded_and_written_anew(
     assert kinds[3:] == ["discarded", "serving"]
 
 
-def test_what_cannot_be_sharded_is_refused(run: PublishedRun, rules: Path) -> None:
+def test_follower_refuses_what_cannot_be_sharded(run: PublishedRun, rules: Path) -> None:
     with Follower(run.run, tp=2) as follower, pytest.raises(RulesError, match="`strange`"):
         follower.update()
     with (
