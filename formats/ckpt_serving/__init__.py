@@ -1,4 +1,4 @@
-"""Bring published steps into the inference servers of vLLM, SGLang, TRL and prime-rl: docs/weight-sync.md.
+"""Bring published steps into the inference servers of vLLM, SGLang, slime, TRL and prime-rl: docs/weight-sync.md.
 
 Names are imported on first use, because most of them need no torch.
 """

@@ -65,6 +65,20 @@ def sglang_reload(served: ServedStep) -> tuple[EngineRequest, ...]:
     return (EngineRequest("/update_weights_from_disk", body, changes_weights=True),)
 
 
+def slime_reload(served: ServedStep) -> tuple[EngineRequest, ...]:
+    """Return the requests by which slime lets one of its SGLang servers load a folder.
+
+    Requests that run are put back into the queue, and go on with the new weights. Read in slime, commit 06236d0:
+    `_reload_engines` of `backends/megatron_utils/update_weight/update_weight_from_disk_delta.py`.
+    """
+    return (
+        EngineRequest("/pause_generation", {"mode": "retract"}),
+        EngineRequest("/flush_cache", {}),
+        *sglang_reload(served),
+        EngineRequest("/continue_generation", {}),
+    )
+
+
 def prime_rl_reload(served: ServedStep) -> tuple[EngineRequest, ...]:
     """Return the requests by which an inference server of prime-rl loads a folder.
 
@@ -81,6 +95,7 @@ def prime_rl_reload(served: ServedStep) -> tuple[EngineRequest, ...]:
 RELOADS: dict[str, Callable[[ServedStep], tuple[EngineRequest, ...]]] = {
     "vllm": vllm_reload,
     "sglang": sglang_reload,
+    "slime": slime_reload,
     "prime-rl": prime_rl_reload,
 }
 """By the name of the engine."""

@@ -1,6 +1,6 @@
 """Requests to inference servers, against a server that records them.
 
-The exchanges are those that the code of vLLM 0.33, SGLang 0.5.23 and prime-rl documents.
+The exchanges are those that the code of vLLM 0.33, SGLang 0.5.23, slime and prime-rl documents.
 """
 
 import os
@@ -29,6 +29,12 @@ EXCHANGES = {
         ("/resume", {}),
     ],
     "sglang": [("/update_weights_from_disk", {"model_path": "/weights/a", "weight_version": "1234"})],
+    "slime": [
+        ("/pause_generation", {"mode": "retract"}),
+        ("/flush_cache", {}),
+        ("/update_weights_from_disk", {"model_path": "/weights/a", "weight_version": "1234"}),
+        ("/continue_generation", {}),
+    ],
     "prime-rl": [("/pause?mode=keep", {}), ("/update_weights", {"weight_dir": "/weights/a"}), ("/resume", {})],
 }
 
