@@ -12,8 +12,8 @@ from ckpt_formats.core.errors import CkptError
 
 USAGE = f"""{__doc__.strip()}
 
-ENGINE is vllm, sglang, slime or prime-rl. The exit code is 0 if all servers have the step, 1 if one has not, 2 for wrong
-arguments. CKPT_ENGINE_KEY is sent as their API key."""
+ENGINE is vllm, sglang, slime or prime-rl. The exit code is 0 if all servers have the step, 1 if one has not, 2 for
+wrong arguments. CKPT_ENGINE_KEY is sent as their API key."""
 
 
 def main(arguments: list[str]) -> int:

@@ -10,6 +10,7 @@ the trainer's last state.
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import obstore
+import safetensors.numpy
 import xxhash
 
 from ckpt.following.follow import follow_into
@@ -37,6 +39,7 @@ from ckpt.following.source import PublishedSource
 from ckpt.publishing.publication import Publication, open_publication, put_object
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt.publishing.retention import remove_unneeded
+from ckpt_cli.main import cli
 from ckpt_formats.core.errors import CkptError, LockedError, NotFoundError, OutputError
 from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal.published.model import PublishedModel
@@ -57,6 +60,8 @@ FIRST, KILLED_FROM, LAST = 1, 4, 8
 """The first step, the last one before the publisher is killed, and the last one."""
 
 
+_MAX_EPOCHS = 20
+"""Above the last epoch of a chain here."""
 Way = tuple[tuple[int, int], ...]
 """Where a trainer went another way: after which step, and the number of that way."""
 
@@ -161,6 +166,22 @@ class Trainer:
         return weights_at(step, self.way)
 
 
+@dataclass(frozen=True)
+class CommandTrainer(Trainer):
+    """Saves a checkpoint at each step, which `ckpt publish` publishes."""
+
+    def run(self) -> None:
+        for step in range(self.first, self.last + 1):
+            weights = self.weights(step)
+            for epoch in range(1, _MAX_EPOCHS):  # that which the command chooses is not known here
+                self.diary.note(epoch, step, weights)
+            checkpoint = self.diary.path.with_name("step.safetensors")
+            checkpoint.write_bytes(safetensors.numpy.save(dict(weights)))
+            arguments = ["publish", str(checkpoint), self.chain, "--step", str(step), "--names", "as-is"]
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                cli.main(arguments, standalone_mode=False)
+
+
 def store(publication: Publication, ranks: list[RankBuffers], is_base: bool) -> list[RankShare]:
     """Store what all ranks have of a step."""
     coded = [rank.encode(is_base) for rank in ranks]
@@ -211,8 +232,8 @@ class Watch:
 class PublisherKills:
     """Kills of a publisher at each of its points."""
 
-    def __init__(self, folder: Path, chain: str) -> None:
-        self.chain, self.diary = chain, Diary(folder / "diary")
+    def __init__(self, folder: Path, chain: str, trainer: type[Trainer] = Trainer) -> None:
+        self.chain, self.diary, self.trainer = chain, Diary(folder / "diary"), trainer
         self.points: list[Any] = []
         self.ways = 0
 
@@ -235,12 +256,12 @@ class PublisherKills:
         seen = Counter[str]()
         self.renew()
         if not self.points:
-            self.points = self.all_points(Trainer(self.chain, self.diary, KILLED_FROM, LAST))
+            self.points = self.all_points(self.trainer(self.chain, self.diary, KILLED_FROM, LAST))
             generator.shuffle(self.points)
             self.renew()
         watch = Watch(self.chain, self.diary)
         assert watch.update() == (1, KILLED_FROM)
-        trainer = Trainer(self.chain, self.diary, KILLED_FROM, LAST)
+        trainer = self.trainer(self.chain, self.diary, KILLED_FROM, LAST)
         for _ in range(generator.choice((1, 1, 2))):
             seen["killed" if self.kill(trainer, self.points.pop()) else "ended before"] += 1
             epoch, step = watch.update()
@@ -267,14 +288,14 @@ class PublisherKills:
 class FolderKills(PublisherKills):
     """In front of each change to the file system."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, str(folder / "policy.chain"))
+    def __init__(self, folder: Path, trainer: type[Trainer] = Trainer) -> None:
+        super().__init__(folder, str(folder / "policy.chain"), trainer)
         self.folder = folder
 
     def renew(self) -> None:
         shutil.rmtree(self.chain, ignore_errors=True)
         self.diary.path.unlink(missing_ok=True)
-        Trainer(self.chain, self.diary, FIRST, KILLED_FROM).run()
+        self.trainer(self.chain, self.diary, FIRST, KILLED_FROM).run()
 
     def all_points(self, trainer: Trainer) -> list[Any]:
         return [*range(points(trainer.run, Path(self.chain)))]
@@ -286,8 +307,10 @@ class FolderKills(PublisherKills):
 class StoreKills(PublisherKills):
     """At each request to a bucket, which is carried out or not."""
 
-    def __init__(self, folder: Path, server: StoreServer, killer: Killer, processes: Any) -> None:
-        super().__init__(folder, CHAIN)
+    def __init__(
+        self, folder: Path, server: StoreServer, killer: Killer, processes: Any, trainer: type[Trainer] = Trainer
+    ) -> None:
+        super().__init__(folder, CHAIN, trainer)
         self.server, self.killer, self.processes = server, killer, processes
 
     def renew(self) -> None:
@@ -295,7 +318,7 @@ class StoreKills(PublisherKills):
         if keys:
             obstore.delete(self.server.client, keys)
         self.diary.path.unlink(missing_ok=True)
-        Trainer(self.chain, self.diary, FIRST, KILLED_FROM).run()
+        self.trainer(self.chain, self.diary, FIRST, KILLED_FROM).run()
 
     def code(self, trainer: Trainer) -> int | None:
         process = start(self.processes, self.server, ended, trainer.run, killer=self.killer)
@@ -538,7 +561,7 @@ def rounds(folder: Path, seed: int) -> Iterator[Round]:
         server = stack.enter_context(moto())
         killer = stack.enter_context(killing(server))
         stack.enter_context(reached(server))
-        for name in ("folder", "store", "serving"):
+        for name in ("folder", "store", "serving", "command folder", "command store"):
             (folder / name).mkdir()
         works: dict[str, PublisherKills | ServingKills | RandomKills | FaultyStore] = {
             "publisher, folder": FolderKills(folder / "folder"),
@@ -546,6 +569,8 @@ def rounds(folder: Path, seed: int) -> Iterator[Round]:
             "all, random": RandomKills(folder / "random", processes),
             "faulty store": FaultyStore(folder, server),
             "publisher, store": StoreKills(folder / "store", server, killer, processes),
+            "command, folder": FolderKills(folder / "command folder", CommandTrainer),
+            "command, store": StoreKills(folder / "command store", server, killer, processes, CommandTrainer),
         }
         yield from alternated({name: partial(finding, partial(work.round, generator)) for name, work in works.items()})
 

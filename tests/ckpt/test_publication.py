@@ -1,14 +1,24 @@
 """Steps that one process commits for all ranks: starts, conflicts, kills, requests."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from ckpt.publishing.publication import open_publication
+from ckpt.publishing.publication import last_step, open_publication
 from ckpt.publishing.rank_buffers import RankBuffers
-from ckpt_formats.core.errors import CkptError, CorruptError, LockedError, OutputError, UnsupportedError
+from ckpt.publishing.retention import remove_unneeded
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    InvalidArgumentError,
+    LockedError,
+    OutputError,
+    UnsupportedError,
+)
+from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.published.records import HEAD, Head, StepName
@@ -135,3 +145,44 @@ def test_values_are_brought_to_a_step_by_its_object(tmp_path: Path) -> None:
     damaged[-1] ^= 1
     with pytest.raises(CorruptError):
         resumed.apply(damaged, encoded.share, False, tmp_path)
+
+
+def test_fold_that_does_not_lead_from_the_published_states_is_refused(tmp_path: Path) -> None:
+    run, ranks = tmp_path / "policy.chain", Ranks(model())
+    with open_publication(run, ranks.model) as publication:
+        ranks.start(publication, 0)
+        for step in range(1, 5):
+            ranks.publish(publication, step)
+        ranks.folds[1] = [replace(one, before="0" * 32) for one in ranks.folds[1]]
+        assert len(ranks.folds[1]) == 1
+        with pytest.raises(InvalidArgumentError, match="does not lead from the state"):
+            ranks.publish(publication, 5)
+        ranks.folds = [[] for _ in ranks.folds]
+        ranks.publish(publication, 6)
+    assert_step(run, 6)
+    assert head_of(run).folds == ()
+
+
+def test_leftovers_of_killed_steps_are_removed_although_all_steps_stay(tmp_path: Path) -> None:
+    run, ranks = tmp_path / "policy.chain", Ranks(model())
+    with open_publication(run, ranks.model) as publication:
+        ranks.start(publication, 0)
+        for step in (1, 2):
+            ranks.publish(publication, step)
+        assert remove_unneeded(publication, "last:9", grace=0.0) == 0
+        files = sorted(run.rglob("*"))
+        (run / "published" / "objects" / ("0" * 32)).write_bytes(b"of a step that was never published")
+        assert remove_unneeded(publication, "last:9", grace=0.0) == 1
+    assert sorted(run.rglob("*")) == files
+
+
+def test_model_is_read_up_to_its_own_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A description may be larger than what places read unless they are told how much."""
+    read, run = FolderPlace.read, tmp_path / "policy.chain"
+    monkeypatch.setattr(FolderPlace, "read", lambda place, key, max_nbytes=200: read(place, key, max_nbytes))
+    publish(run, [0, 1])
+    publish(run, [2])
+    assert_step(run, 2)
+    last = last_step(run)
+    assert last is not None
+    assert last.record.model.nbytes > 200

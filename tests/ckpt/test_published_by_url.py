@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from caching_proxy import caching_proxy
+from ckpt.following import decode
 from ckpt.following.follower import Follower
 from ckpt.serving.address import NetworkAddress
 from ckpt.serving.server import ChainServer
+from ckpt_formats.core.layout import Rule
 from ckpt_formats.universal.published.records import StepName
 from damage import ckpt
 from followed_weights import FILES, bytes_of, publish, weights_at
@@ -97,6 +100,28 @@ def test_follower_goes_on_when_the_server_is_started_again(run: PublishedRun) ->
         begin.join()
         assert is_at(follower, run, 4)
     servers[0].close()
+
+
+@pytest.mark.parametrize("way", ["whole", "ranges"])
+def test_object_that_a_cache_has_damaged_is_read_past_it(
+    way: str, run: PublishedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = [Rule("embed.*", axis=1), Rule(".*", "replicated")]
+    options: dict[str, Any] = {"tp": 2, "rules": rules} if way == "ranges" else {}
+    monkeypatch.setattr(decode, "_WHOLE_NBYTES", 0)
+    monkeypatch.setattr(decode, "_GAP_NBYTES", 0)
+    server, expected = ChainServer(run.run, HERE), bytes_of(run.states[StepName(1, 3)])
+    if way == "ranges":
+        expected["embed.weight"] = run.states[StepName(1, 3)]["embed.weight"][:, :256].tobytes()
+    with caching_proxy(f"http://{server.address}") as cache:
+        for _ in range(2):
+            with Follower(f"{cache.url}/{run.run.name}", patience=0.0, **options) as follower:
+                follower.update()
+                assert {name: one.tobytes() for name, one in follower.tensors().items()} == expected
+            for path, (headers, body) in list(cache.bodies.items()):
+                if "/objects/" in path and not body.startswith(b"{"):
+                    cache.bodies[path] = (headers, body[:-1] + bytes([body[-1] ^ 1]))
+    server.close()
 
 
 def test_fifty_followers_behind_a_cache_take_the_bytes_of_one(run: PublishedRun) -> None:

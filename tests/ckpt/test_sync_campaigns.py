@@ -22,7 +22,7 @@ def test_damaged_chains_give_the_right_weights_or_an_error(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_kills_of_publishers_and_followers_show_only_states_of_the_trainer(tmp_path: Path) -> None:
-    report = run(sync_kills.rounds(tmp_path, 5), 5 * TIMES)
+    report = run(sync_kills.rounds(tmp_path, 5), 7 * TIMES)
     assert not report.failures
     assert sum(number for what, number in report.seen.items() if ": killed" in what) >= 2 * TIMES
 

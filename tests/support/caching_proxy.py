@@ -20,10 +20,10 @@ class Cache:
     bodies: dict[str, tuple[dict[str, str], bytes]] = field(default_factory=dict)
     locks: dict[str, threading.Lock] = field(default_factory=lambda: defaultdict(threading.Lock))
 
-    def fetch(self, path: str) -> tuple[int, dict[str, str], bytes]:
+    def fetch(self, path: str, is_fresh: bool = False) -> tuple[int, dict[str, str], bytes]:
         """What the server has at a path: fetched, kept, or confirmed by its e_tag. One request of a path at a time."""
         with self.locks[path]:
-            known = self.bodies.get(path)
+            known = None if is_fresh else self.bodies.get(path)
             if known is not None and "immutable" in known[0]["cache-control"]:
                 return 200, *known
             request = urllib.request.Request(self.origin + path)
@@ -53,7 +53,7 @@ def caching_proxy(origin: str) -> Iterator[Cache]:
             pass
 
         def do_GET(self) -> None:
-            status, headers, body = cache.fetch(self.path)
+            status, headers, body = cache.fetch(self.path, self.headers.get("Cache-Control") == "no-cache")
             wanted = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
             passed = {name: headers[name] for name in ("etag", "cache-control", "content-type") if name in headers}
             if status == 200 and headers.get("etag") in (self.headers.get("If-None-Match") or "-").split(","):

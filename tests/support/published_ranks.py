@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from ckpt.publishing.folds import EncodedFold, FoldAnchors
-from ckpt.publishing.publication import Publication, open_publication, put_object
+from ckpt.publishing.publication import FoldShares, Publication, open_publication, put_object
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt_formats.stores.location import place_at
 from ckpt_formats.universal.published.model import PublishedModel
@@ -62,10 +62,14 @@ class Ranks:
         is_base, parent = publication.needs_base(), publication.parent
         bases = self._put(publication, is_base=True) if is_base else None
         deltas = None if parent is None else self._put(publication, is_base=False)
-        folds: dict[int, list[RankShare]] = {}
+        by_length: dict[int, list[EncodedFold]] = {}
         for one in (one for of_rank in self.folds for one in of_rank):
             put_object(publication.place, one.encoded.share.object, one.encoded.object)
-            folds.setdefault(one.length, []).append(one.encoded.share)
+            by_length.setdefault(one.length, []).append(one)
+        folds = {
+            length: FoldShares([one.encoded.share for one in of_ranks], [one.before for one in of_ranks])
+            for length, of_ranks in by_length.items()
+        }
         if bases is None:
             assert deltas is not None
             ref = publication.commit(step, parent, deltas, folds=folds)

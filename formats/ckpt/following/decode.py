@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ckpt.following.source import FollowingStopped, PublishedSource
+from ckpt.following.source import DamagedChunkError, FollowingStopped, PublishedSource
 from ckpt.following.state import State, StateChunk, StateLayout
 from ckpt_codecs.scratch import temporary_buffer
 from ckpt_formats.core.errors import CorruptError
@@ -144,14 +144,19 @@ class _FetchedShare:
     """By their numbers: those that are needed."""
     nbytes: int
     """What was fetched."""
+    is_whole: bool
     is_base: bool
     where: Path
 
     def decode(self, chunk: int, before: Array | None, out: Array) -> None:
         """Fill `out` with the values of a chunk after the step. Raises `CorruptError` unless their digest fits."""
-        decode_chunk(self.chunks[chunk], None if self.is_base else before, out, self.where)
+        kind = CorruptError if self.is_whole else DamagedChunkError
+        try:
+            decode_chunk(self.chunks[chunk], None if self.is_base else before, out, self.where)
+        except CorruptError as error:
+            raise kind(error.what, where=error.where) from None
         if digest_of(out) != self.header.digest(chunk):
-            raise CorruptError("the values of a chunk do not fit their checksum", where=self.where)
+            raise kind("the values of a chunk do not fit their checksum", where=self.where)
 
 
 def _decode(chunk: StateChunk, shares: Sequence[_FetchedShare], before: Array | None, out: Array) -> None:
@@ -219,7 +224,8 @@ def _fetch(source: PublishedSource, record: StepRecord, layout: StateLayout, ran
         raise CorruptError(f"{nbytes:,} bytes cannot be the {chunks:,} chunks of a rank", where=where)
     most = model.max_share_nbytes(rank)
     # A range is compared by XXH3 only, so what is signed is fetched whole.
-    if len(needed) == chunks or nbytes <= _WHOLE_NBYTES or source.signing_key is not None:
+    is_whole = len(needed) == chunks or nbytes <= _WHOLE_NBYTES or source.signing_key is not None
+    if is_whole:
         data = source.fetch(record, share.object, most)
         header = ShareHeader.from_bytes(data, chunks, nbytes, share, where)
         offsets, parts, fetched = header.offsets(), {0: data}, nbytes
@@ -237,7 +243,7 @@ def _fetch(source: PublishedSource, record: StepRecord, layout: StateLayout, ran
         at, size = int(offsets[one.number]), int(header.sizes[one.number])
         begin = begins[max(bisect_right(begins, at) - 1, 0)] if begins else 0
         of_chunk[one.number] = parts[begin][at - begin : at - begin + size] if size else memoryview(b"")
-    return _FetchedShare(header, of_chunk, fetched, record.is_base, where)
+    return _FetchedShare(header, of_chunk, fetched, is_whole, record.is_base, where)
 
 
 def _joined_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

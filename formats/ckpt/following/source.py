@@ -50,6 +50,10 @@ class FollowingStopped(Exception):
     """The caller has set the event that ends the work."""
 
 
+class DamagedChunkError(CorruptError):
+    """A chunk that was fetched without the rest of its object has other bytes than were published."""
+
+
 class MissingObjectError(IncompleteError):
     """An object that a record names does not exist, or does not exist yet."""
 
@@ -131,6 +135,8 @@ class PublishedSource:
         self._version: Version | None = None
         self._newest: Head | None = None
         self._records: dict[str, bytes] = {}
+        self._is_past_caches = False
+        """Whether all reads are such that no cache answers them."""
         self._model: tuple[ObjectRef, PublishedModel] | None = None
 
     @property
@@ -143,7 +149,7 @@ class PublishedSource:
 
         `seconds`: how long to wait for another head than the last one, where the place can wait. Raises `CorruptError`.
         """
-        head, newest = self._repeated(lambda: self._read_head(seconds)), self._newest
+        head, newest = self._repeated(lambda place: self._read_head(place, seconds)), self._newest
         if head is None:
             return newest
         if newest is None or head.record.name > newest.record.name:
@@ -166,7 +172,7 @@ class PublishedSource:
         if step is None or step == head.record.name.step:
             return head.record
         name = StepName(head.record.name.epoch, step)
-        data = self._read_record(name.key) if step < head.record.name.step else None
+        data = self._read_record(self.place, name.key) if step < head.record.name.step else None
         if data is None:
             raise NotFoundError(
                 f"step {step} of epoch {name.epoch} is not published, or not any more",
@@ -177,12 +183,14 @@ class PublishedSource:
 
     def record(self, ref: RecordRef) -> StepRecord:
         """The record of a step. Raises `CorruptError`."""
-        return self._repeated(lambda: read_record(ref, self._read_record, self.where, self.signing_key))
+        return self._repeated(
+            lambda place: read_record(ref, partial(self._read_record, place), self.where, self.signing_key)
+        )
 
     def record_bytes(self, ref: RecordRef) -> bytes:
         """The bytes of a step's record. Raises as `record`."""
         self.record(ref)
-        data = self._read_record(ref.name.key)
+        data = self._read_record(self.place, ref.name.key)
         if data is None or hash_bytes(data) != ref.hash:
             raise CorruptError("the record was replaced", where=self.where / ref.name.key)
         return data
@@ -190,18 +198,31 @@ class PublishedSource:
     def along_route(self, head: Head, current: RecordRef | None, target: RecordRef, use: Callable[[Route], T]) -> T:
         """The result of `use` for a route from the state `current` to `target`.
 
-        If an object or a record is missing, other routes are tried: without the fold, then from a base. Raises what
-        `use` raised for the last one, or `IncompleteError`.
+        If an object or a record is missing, other routes are tried: without the fold, then from a base. If a chunk that
+        was fetched alone is damaged, all is read once more, past caches. Raises what `use` raised for the last one, or
+        `IncompleteError`.
         """
+        try:
+            return self._along_route(head, current, target, use)
+        except DamagedChunkError:
+            self._is_past_caches = True
+            return self._along_route(head, current, target, use)
+        finally:
+            self._is_past_caches = False
+
+    def _along_route(self, head: Head, current: RecordRef | None, target: RecordRef, use: Callable[[Route], T]) -> T:
         missing, failure = set[str](), None
 
-        def read(key: str) -> bytes | None:
-            return None if key in missing else self._read_record(key)
+        def route_from(begin: RecordRef | None, place: ReadPlace) -> Route:
+            def read(key: str) -> bytes | None:
+                return None if key in missing else self._read_record(place, key)
+
+            return find_route(head, begin, read, self.where, target, self.signing_key)
 
         for begin in dict.fromkeys((current, None)):
             while True:
                 try:
-                    route = self._repeated(partial(find_route, head, begin, read, self.where, target, self.signing_key))
+                    route = self._repeated(partial(route_from, begin))
                 except (CorruptError, IncompleteError) as error:
                     failure = failure or error
                     break
@@ -246,9 +267,11 @@ class PublishedSource:
         if ref.nbytes > most:
             raise UnsafeError(f"has {ref.nbytes:,} bytes, more than it can need ({most:,})", where=where)
 
-        def read() -> memoryview:
-            is_large = ref.nbytes > MAX_IN_MEMORY
-            data = self._spool(ref, [(0, ref.nbytes)])[0] if is_large else self.place.read_range(ref.key, 0, ref.nbytes)
+        def read(place: ReadPlace) -> memoryview:
+            if ref.nbytes > MAX_IN_MEMORY:
+                data = self._spool(place, ref, [(0, ref.nbytes)])[0]
+            else:
+                data = place.read_range(ref.key, 0, ref.nbytes)
             ref.check(data, where)
             return data
 
@@ -265,10 +288,10 @@ class PublishedSource:
         if ref.nbytes > most or any(at + nbytes > ref.nbytes for at, nbytes in ranges):
             raise UnsafeError(f"has {ref.nbytes:,} bytes, but {most:,} at most can be needed", where=where)
 
-        def read() -> list[memoryview]:
+        def read(place: ReadPlace) -> list[memoryview]:
             if sum(nbytes for _, nbytes in ranges) > MAX_IN_MEMORY:
-                return self._spool(ref, ranges)
-            return [self.place.read_range(ref.key, at, nbytes) for at, nbytes in ranges]
+                return self._spool(place, ref, ranges)
+            return [place.read_range(ref.key, at, nbytes) for at, nbytes in ranges]
 
         return self._repeated(read, lambda: _missing_object(record, where))
 
@@ -277,13 +300,13 @@ class PublishedSource:
         if self.stop.is_set():
             raise FollowingStopped
 
-    def _read_head(self, seconds: float) -> Head | None:
+    def _read_head(self, place: ReadPlace, seconds: float) -> Head | None:
         """The head, if it is another one than at the last time; else None."""
         try:
             if self._version is None:
-                there = self.place.read(HEAD, MAX_HEAD)
+                there = place.read(HEAD, MAX_HEAD)
             else:
-                there = self.place.read_if_changed(HEAD, self._version, MAX_HEAD, seconds)
+                there = place.read_if_changed(HEAD, self._version, MAX_HEAD, seconds)
         except FileNotFoundError:
             there = None
         if there is None:
@@ -296,14 +319,14 @@ class PublishedSource:
     def _small(self, record: StepRecord, ref: ObjectRef, most: int) -> bytes:
         return bytes(self.fetch(record, ref, most))
 
-    def _spool(self, ref: ObjectRef, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+    def _spool(self, place: ReadPlace, ref: ObjectRef, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Ranges of an object, mapped from a file without a name."""
         folder = Path(self.scratch or tempfile.gettempdir())
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             for first, nbytes in ranges:
                 for at in range(first, first + nbytes, _BLOCK):
                     self.check_stop()
-                    data = self.place.read_range(ref.key, at, min(_BLOCK, first + nbytes - at))
+                    data = place.read_range(ref.key, at, min(_BLOCK, first + nbytes - at))
                     try:
                         write_all(file, data)
                     except OSError as error:
@@ -313,11 +336,11 @@ class PublishedSource:
         ends = list(accumulate(nbytes for _, nbytes in ranges))
         return [whole[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
-    def _read_record(self, key: str) -> bytes | None:
+    def _read_record(self, place: ReadPlace, key: str) -> bytes | None:
         data = self._records.get(key)
         if data is None:
             self.check_stop()
-            there = self.place.read(key, MAX_RECORD)
+            there = place.read(key, MAX_RECORD)
             if there is None:
                 return None
             data = there[0]
@@ -326,13 +349,16 @@ class PublishedSource:
             self._records[key] = data
         return data
 
-    def _repeated(self, read: Callable[[], T], missing: Callable[[], IncompleteError] | None = None) -> T:
-        """What `read` returns; after a failure, it is called again. `missing`: the error if the object stays absent."""
+    def _repeated(self, read: Callable[[ReadPlace], T], missing: Callable[[], IncompleteError] | None = None) -> T:
+        """What `read` returns; after a failure, it is called again. `missing`: the error if the object stays absent.
+
+        What is damaged is read again past caches, which may have damaged it.
+        """
         end, pause, damaged = time.monotonic() + self.patience, _FIRST_PAUSE, 0
         while True:
             self.check_stop()
             try:
-                return read()
+                return read(self.place.past_caches() if damaged or self._is_past_caches else self.place)
             except (CorruptError, IncompleteError):
                 damaged += 1
                 self._records.clear()

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -36,6 +37,8 @@ from ckpt_formats.universal.published.records import (
     HEAD,
     MAX_EPOCH,
     MAX_FOLDS,
+    MAX_HEAD,
+    MAX_RECORD,
     MAX_STEP,
     Head,
     ObjectRef,
@@ -44,8 +47,9 @@ from ckpt_formats.universal.published.records import (
     StepName,
     StepRecord,
     parse_name,
+    state_of_ranks,
 )
-from ckpt_formats.universal.published.route import ReadRecord, Route, find_route, read_record, ref_of
+from ckpt_formats.universal.published.route import Route, find_route, read_record, ref_of
 
 _LEASE = f"{FOLDER}/lease"
 _PUBLISHING = "publishing into this chain"
@@ -78,6 +82,16 @@ class RunStart:
         return not self.is_published and self.parent is None
 
 
+@dataclass(frozen=True)
+class FoldShares:
+    """What all ranks have stored of a fold."""
+
+    shares: Sequence[RankShare]
+    """By rank: the states are those at its end."""
+    before: Sequence[str]
+    """By rank: the state from which the fold leads."""
+
+
 class Publication:
     """A published chain that this process alone extends. Only one thread may call the methods of an instance."""
 
@@ -94,6 +108,10 @@ class Publication:
         self.run, self.place, self.model = run, place, model
         self._right, self._key = right, signing_key
         self._files, self._model_bytes = files, model.to_bytes()
+        if len(self._model_bytes) > MAX_MODEL:
+            raise UnsupportedError(
+                f"the description of the model has {len(self._model_bytes):,} bytes, more than {MAX_MODEL:,}", where=run
+            )
         self.model_ref = ObjectRef.of(self._model_bytes, signing_key is not None)
         self.head: Head | None = None
         """The head that this process has read or put last; None if nothing is published yet."""
@@ -114,6 +132,8 @@ class Publication:
         """The published steps from the last base on."""
         self._refs: dict[StepName, RecordRef] = {}
         """Those that this process has published."""
+        self._states: dict[StepName, str] = {}
+        """Their states."""
         self._records: dict[str, StepRecord] = {}
         self._files_of_models: dict[ObjectRef, set[str]] = {}
         self._is_model_stored = False
@@ -174,7 +194,7 @@ class Publication:
         parent: RecordRef | None,
         shares: Sequence[RankShare],
         delta: Sequence[RankShare] | None = None,
-        folds: Mapping[int, Sequence[RankShare]] = MappingProxyType({}),
+        folds: Mapping[int, FoldShares] = MappingProxyType({}),
     ) -> RecordRef:
         """Publish a step whose objects all ranks have stored.
 
@@ -184,7 +204,7 @@ class Publication:
             shares: What each rank has stored, by rank.
             delta: Of a base, what each rank has stored of the same step against `self.parent`, if it has: so who has
                 that state need not fetch the base.
-            folds: Folds that end at the step before this one, by how many steps they join: what each rank has stored.
+            folds: Folds that end at the step before this one, by how many steps they join.
 
         Returns:
             The step as the head names it.
@@ -192,7 +212,8 @@ class Publication:
         Raises:
             LockedError: Another process publishes into this chain.
             OutputError: The step is not published, as far as this process knows: the next `commit` reads the head.
-            InvalidArgumentError: The step cannot follow the last one, or is coded against another one.
+            InvalidArgumentError: The step cannot follow the last one, or is coded against another one; or a fold does
+                not lead from the published states of one step to those of the last.
         """
         self._refresh()
         name = StepName(self.epoch, step)
@@ -205,7 +226,7 @@ class Publication:
             raise InvalidArgumentError(f"the delta of step {step} does not lead from the last step to the base")
         try:
             self._right.check()
-            self._check_objects([*shares, *(delta or ()), *(one for fold in folds.values() for one in fold)])
+            self._check_objects([*shares, *(delta or ()), *(one for fold in folds.values() for one in fold.shares)])
             self._store_folds(folds)
             self._store_model()
             time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
@@ -277,7 +298,7 @@ class Publication:
         """The keys of all objects that a record needs: those of the ranks, the model and the model's files."""
         record = self.record_at(key)
         if record.model not in self._files_of_models:
-            files = _read_model(record.model, self._read, self.run).files.values()
+            files = _read_model(self.place, record.model, self.run).files.values()
             self._files_of_models[record.model] = {one.key for one in files}
         own = {one.object.key for one in record.shares}
         return {record.model.key, *own, *self._files_of_models[record.model]}
@@ -286,14 +307,22 @@ class Publication:
         """Raise `LockedError` unless this process still has the lease, as the place itself says."""
         self._right.confirm()
 
-    def _store_folds(self, folds: Mapping[int, Sequence[RankShare]]) -> None:
+    def _store_folds(self, folds: Mapping[int, FoldShares]) -> None:
         """Create the records of folds that end at the last step, and let the next head name them."""
         number, head, record = len(self._steps) - 1, self.head, self.record
-        for length, shares in sorted(folds.items()):
-            if head is None or record is None or not 0 < length <= number or not _are_same(shares, record.shares):
+        for length, fold in sorted(folds.items()):
+            if head is None or record is None or not 0 < length <= number or not _are_same(fold.shares, record.shares):
                 raise InvalidArgumentError(f"no fold of {length} steps ends at the last step")
             parent = self._ref_at(self._steps[number - length])
-            self.head = head = replace(head, folds=self._with_fold(parent, record, head.record, shares))
+            if state_of_ranks(fold.before) != self._state_at(parent):
+                raise InvalidArgumentError(f"the fold of {length} steps does not lead from the state before them")
+            self.head = head = replace(head, folds=self._with_fold(parent, record, head.record, fold.shares))
+
+    def _state_at(self, ref: RecordRef) -> str:
+        """The state of a published step."""
+        if ref.name not in self._states:
+            self._states[ref.name] = read_record(ref, self._read, self.run, self._key).state
+        return self._states[ref.name]
 
     def _with_fold(
         self, parent: RecordRef, record: StepRecord, ref: RecordRef, shares: Sequence[RankShare]
@@ -317,7 +346,9 @@ class Publication:
             raise self._locked() from None
         if self.head is None or head.record != self.head.record:
             self._steps = [*([] if record.is_base else self._steps), head.record.name]
-            self._refs = {**({} if record.is_base else self._refs), head.record.name: head.record}
+            if record.is_base:
+                self._refs, self._states = {}, {}
+            self._refs[head.record.name], self._states[head.record.name] = head.record, record.state
         self.head, self.record, self.parent, self._uncertain = head, record, head.record, None
 
     def _refresh(self) -> None:
@@ -327,7 +358,7 @@ class Publication:
         if self._uncertain is None:
             return
         head, record = self._uncertain
-        there = self.place.read(HEAD)
+        there = self.place.read(HEAD, MAX_HEAD)
         if there is not None and there[0] == head.to_bytes(self._key):
             self.head, self.record, self.parent, self._version = head, record, head.record, there[1]
             self._steps = [*([] if record.is_base else self._steps), head.record.name]
@@ -355,7 +386,7 @@ class Publication:
                 self.removed.discard(one.object.key)
 
     def _check_model(self, ref: ObjectRef) -> None:
-        if model_digest(_read_model(ref, self._read, self.run)) != model_digest(self.model):
+        if model_digest(_read_model(self.place, ref, self.run)) != model_digest(self.model):
             raise UnsupportedError(
                 "this chain has another model: other names, shapes or dtypes",
                 where=self.run,
@@ -386,7 +417,7 @@ class Publication:
 
     def _load(self) -> None:
         """Read the head, and finish the commit of a process that was killed between its record and the head."""
-        there = self.place.read(HEAD)
+        there = self.place.read(HEAD, MAX_HEAD)
         if there is not None:
             self.head, self._version = self._parse_head(there[0]), there[1]
             self.record = read_record(self.head.record, self._read, self.run, self._key)
@@ -423,8 +454,7 @@ class Publication:
         return Head.from_bytes(data, self.run / HEAD, self._key)
 
     def _read(self, key: str) -> bytes | None:
-        there = self.place.read(key)
-        return None if there is None else there[0]
+        return _read_record(self.place, key)
 
     def _locked(self) -> LockedError:
         self._is_lost = True
@@ -482,16 +512,12 @@ def last_step(run: Path, signing_key: bytes | None = None) -> LastStep | None:
     """The last step of a published chain, without a lock; None if there is none. Raises `CorruptError`."""
     place = place_at(run)
 
-    def read(key: str) -> bytes | None:
-        there = place.read(key)
-        return None if there is None else there[0]
-
-    data = read(HEAD)
-    if data is None:
+    there = place.read(HEAD, MAX_HEAD)
+    if there is None:
         return None
-    head = Head.from_bytes(data, run / HEAD, signing_key)
-    record = read_record(head.record, read, run, signing_key)
-    return LastStep(head, record, _read_model(record.model, read, run))
+    head = Head.from_bytes(there[0], run / HEAD, signing_key)
+    record = read_record(head.record, partial(_read_record, place), run, signing_key)
+    return LastStep(head, record, _read_model(place, record.model, run))
 
 
 def is_base_due(head: Head) -> bool:
@@ -523,12 +549,17 @@ def create(place: Place, key: str, data: bytes) -> Version:
     return place.within(below).replace(name, data, None)
 
 
-def _read_model(ref: ObjectRef, read: ReadRecord, run: Path) -> PublishedModel:
-    data = read(ref.key)
-    if data is None or len(data) > MAX_MODEL:
+def _read_record(place: Place, key: str) -> bytes | None:
+    there = place.read(key, MAX_RECORD)
+    return None if there is None else there[0]
+
+
+def _read_model(place: Place, ref: ObjectRef, run: Path) -> PublishedModel:
+    there = place.read(ref.key, MAX_MODEL)
+    if there is None:
         raise CorruptError("the model of the last step is missing", where=run / ref.key)
-    ref.check(data, str(run / ref.key))
-    return PublishedModel.from_bytes(data, run / ref.key)
+    ref.check(there[0], str(run / ref.key))
+    return PublishedModel.from_bytes(there[0], run / ref.key)
 
 
 def _upload(place: Place, key: str, data: bytes, scratch: Path | None) -> None:

@@ -31,8 +31,10 @@ def remove_unneeded(publication: Publication, keep: KeepSteps, grace: float = GR
     """Remove the records, folds and objects that the last steps do not need; returns how many objects of any kind.
 
     Every step that stays can be reached from a base that stays. Objects of steps that were never published are removed,
-    too. The chain is listed once a minute at most, so this may be called after each step. `grace`: seconds for which
-    followers may still read what is no longer needed. Raises `OSError`, `LockedError`.
+    too, once there are more objects than all steps can need. The chain is listed once a minute at most, so this may be
+    called after each step. `grace`: seconds for which followers may still read what is no longer needed.
+
+    Raises `OSError`, `LockedError`.
     """
     now = time.monotonic()
     if publication.cleaned is not None and now - publication.cleaned < _EVERY * grace:
@@ -49,7 +51,8 @@ def remove_unneeded(publication: Publication, keep: KeepSteps, grace: float = GR
     if not superseded:
         return 0
     of_epoch = [name for name in superseded if name.epoch == superseded[-1].epoch]
-    if of_epoch[0] == names[0] and len(of_epoch) <= int(keep.partition(":")[2]):
+    stays = of_epoch[0] == names[0] and len(of_epoch) <= int(keep.partition(":")[2])
+    if stays and not _has_leftovers(publication, old):
         return 0  # nothing is read of the records while all steps stay
     first = _base_of(publication, of_epoch, of_epoch[-int(keep.partition(":")[2]) :][0])
     needed = {steps[name] for name in names if name >= first}
@@ -73,6 +76,16 @@ def remove_unneeded(publication: Publication, keep: KeepSteps, grace: float = GR
     publication.removed.update(f"{FOLDER}/{key}" for key in objects)
     place.delete(objects)
     return len(removable)
+
+
+def _has_leftovers(publication: Publication, old: set[str]) -> bool:
+    """Whether there is more than published steps can need: killed processes have left it."""
+    if any(key.startswith("receipts/") for key in old):
+        return True
+    records = sum(key.startswith(("steps/", "folds/")) for key in old)
+    objects = sum(key.startswith("objects/") for key in old)
+    model = publication.model
+    return objects > records * len(model.pieces) + 1 + len(model.files)
 
 
 def _base_of(publication: Publication, names: list[StepName], name: StepName) -> StepName:

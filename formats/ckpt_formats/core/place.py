@@ -64,6 +64,10 @@ class ReadPlace(ABC):
     def within(self, name: str) -> "ReadPlace":
         """The place below a name."""
 
+    def past_caches(self) -> "ReadPlace":
+        """The same place, whose reads no cache on the way answers by itself."""
+        return self
+
     @abstractmethod
     def where(self, key: str = "") -> str:
         """The path or URL of an object, for messages."""

@@ -38,6 +38,8 @@ class HttpPlace(ReadPlace):
     """None: those of the environment of the process that reads."""
     policy: RetryPolicy | None = None
     """How patient requests are; None: as the user says."""
+    is_past_caches: bool = False
+    """Whether requests ask caches on the way to fetch the object again (RFC 9111)."""
 
     @classmethod
     def of(cls, url: str, credentials: Credentials | None = None, policy: RetryPolicy | None = None) -> "HttpPlace":
@@ -48,6 +50,11 @@ class HttpPlace(ReadPlace):
     def within(self, name: str) -> "HttpPlace":
         place = replace(self, url=f"{self.url}/{quote(name)}")
         place.__dict__["client"] = self.client  # whose connections are open
+        return place
+
+    def past_caches(self) -> "HttpPlace":
+        place = replace(self, is_past_caches=True)
+        place.__dict__["client"] = self.client
         return place
 
     def where(self, key: str = "") -> str:
@@ -94,6 +101,7 @@ class HttpPlace(ReadPlace):
     ) -> HttpAnswer:
         """The answer to a request, as `HttpClient.get`; `query` follows a question mark."""
         path = f"{urlsplit(self.url).path}/{quote(key)}{'?' if query else ''}{query}"
+        headers = {**headers, "Cache-Control": "no-cache"} if self.is_past_caches else headers
         return self.client.get(path, headers, max_nbytes, method=method, seconds=seconds, sink_of=sink_of)
 
     @cached_property
@@ -104,7 +112,8 @@ class HttpPlace(ReadPlace):
         return HttpClient(f"{parts.scheme}://{parts.netloc}", credentials, Repetition(policy=self.policy))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url, "credentials": self.credentials, "policy": self.policy}
+        fields = ("url", "credentials", "policy", "is_past_caches")
+        return {name: getattr(self, name) for name in fields}
 
 
 def split_url(text: str) -> tuple[str, str]:

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.publishing.folds import FoldAnchors
-from ckpt.publishing.publication import Publication, open_publication, put_object
+from ckpt.publishing.publication import FoldShares, Publication, open_publication, put_object
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt.publishing.retention import remove_unneeded
 from ckpt_formats.containers.json_checks import FieldReader
@@ -275,7 +275,7 @@ class PublishWriter(OrderWriter):
             for one in self._anchors.note_step(is_base=step.mode != "delta"):
                 share = one.encoded.share
                 put_object(self._place, share.object, one.encoded.object)
-                self._folds[str(one.length)] = [share.object.to_json(), share.state]
+                self._folds[str(one.length)] = [share.object.to_json(), share.state, one.before]
         except (CkptError, OSError):  # no follower needs a fold
             self._folds = {}
             self._anchors.forget()
@@ -315,13 +315,16 @@ class PublishWriter(OrderWriter):
             return None
         return [RankShare(ObjectRef.from_json(one[kind][0], check), one[kind][1]) for one in receipts]
 
-    def _common_folds(self, receipts: Sequence[Mapping[str, Any]]) -> dict[int, list[RankShare]]:
-        """The folds that all ranks have stored, by how many steps they join. Readers verify from where they lead."""
+    def _common_folds(self, receipts: Sequence[Mapping[str, Any]]) -> dict[int, FoldShares]:
+        """The folds that all ranks have stored, by how many steps they join."""
         check = FieldReader(self._path)
         lengths = set.intersection(*(set(one.get("folds", {})) for one in receipts))
         rows = {length: [one["folds"][length] for one in receipts] for length in lengths}
         return {
-            int(length): [RankShare(ObjectRef.from_json(row[0], check), row[1]) for row in of_ranks]
+            int(length): FoldShares(
+                [RankShare(ObjectRef.from_json(row[0], check), row[1]) for row in of_ranks],
+                [row[2] for row in of_ranks],
+            )
             for length, of_ranks in rows.items()
         }
 

@@ -2,7 +2,7 @@
 
 import hmac
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
@@ -125,6 +125,11 @@ class RankShare:
     """The XXH3-128 of the digests of all chunks of the rank, after the step."""
 
 
+def state_of_ranks(states: Iterable[str]) -> str:
+    """The hash of a state by those of all ranks, in their order: 32 hexadecimal digits each."""
+    return hash_bytes(b"".join(bytes.fromhex(one) for one in states))
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """A published step: a base, or deltas against an earlier step. A fold is several steps as one delta."""
@@ -145,7 +150,7 @@ class StepRecord:
     @property
     def state(self) -> str:
         """The XXH3-128 of the ranks' states: by it, two states are known to be equal."""
-        return hash_bytes(b"".join(bytes.fromhex(one.state) for one in self.shares))
+        return state_of_ranks(one.state for one in self.shares)
 
     @property
     def is_base(self) -> bool:
