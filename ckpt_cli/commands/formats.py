@@ -1,10 +1,13 @@
-"""`ckpt formats`: what is read and written."""
+"""`ckpt formats`: what is read and written, and whose names are known."""
+
+import click
 
 from ckpt_cli.options.command import command
 
 
 @command("formats")
-def formats(as_json: bool) -> None:
-    from ckpt_cli.views.formats import show_formats
+@click.option("--families", is_flag=True, help="Show the families of models whose names ckpt translates.")
+def formats(families: bool, as_json: bool) -> None:
+    from ckpt_cli.views.formats import show_families, show_formats
 
-    show_formats(as_json)
+    (show_families if families else show_formats)(as_json)

@@ -1,5 +1,6 @@
-"""The table of formats: what is read, what is written, and by what each is known."""
+"""The tables of formats and families: what is read, what is written, by what each is known; whose names are known."""
 
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -41,6 +42,27 @@ def show_formats(as_json: bool) -> None:
     click.echo()
     conclude("The ending of a target says its format; a name without one is a folder in the universal format.")
     conclude("A state of a chain is run.chain@1234, run.chain@last or run.chain@last~10.")
+
+
+def show_families(as_json: bool) -> None:
+    """Print the families of models whose names are in tables, sorted by name."""
+    # Imported only here: it loads the tables of many models.
+    from ckpt_formats.names.overview import family_summaries
+
+    families = family_summaries()
+    if as_json:
+        data({"families": [asdict(one) for one in families]})
+        return
+    for one in families:
+        parts = ("experts" if one.has_experts else "", "multi-token prediction" if one.has_mtp else "")
+        megatron = "Megatron core" if one.in_megatron else "not in Megatron core"
+        click.echo(f"{one.name:<20} {', '.join((megatron, *filter(None, parts)))}")
+        for line in (f"    {', '.join(one.architectures)}", f"    model_type {', '.join(one.model_types)}"):
+            for part in folded(line, columns.width()):
+                click.echo(part)
+        click.echo(f"    names of {', '.join(one.libraries)}")
+    click.echo()
+    conclude("Models of other families are converted, too, under the names that they have.")
 
 
 def _facts(name: str, format: Format, written: bool, package: str | None = None) -> dict[str, Any]:

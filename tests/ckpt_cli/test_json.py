@@ -74,7 +74,7 @@ RUNS: dict[str, list[list[Any]]] = {
     "copy": [["u", "copied"], ["u", "x", "--dry-run"]],
     "seal": [["a.safetensors", "--dry-run"], ["a.safetensors"]],
     "clean": [["x"]],
-    "formats": [[]],
+    "formats": [[], ["--families"]],
     "completion": [["fish"]],
     "compact": [["run.chain", "--keep", "last:2", "--dry-run"], ["run.chain", "--keep", "last:2"],
                 ["recorded.chain", "--dry-run"]],

@@ -8,6 +8,7 @@ import pytest
 
 from ckpt_formats.names.config import configured_model
 from ckpt_formats.names.expressions import names_of
+from ckpt_formats.names.overview import family_summaries
 from ckpt_formats.names.tables import (
     DIALECTS,
     blocks,
@@ -163,3 +164,14 @@ def test_a_family_that_contradicts_itself_is_refused(kind: str) -> None:
     assert before in GOOD
     with pytest.raises(ValueError, match=r"x|not allowed|thirds|places"):
         family_in("x", tomllib.loads(GOOD.replace(before, after, 1)))
+
+
+# The overview
+
+
+def test_overview_states_what_a_small_model_of_each_family_has() -> None:
+    summaries = {one.name: one for one in family_summaries()}
+    assert summaries.keys() == {family.name for family in families()}
+    assert all({"hf", "hf_memory"} <= set(one.libraries) for one in summaries.values())
+    mixtral, llama = summaries["mixtral"], summaries["llama"]
+    assert (mixtral.in_megatron, mixtral.has_experts, llama.in_megatron, llama.has_experts) == (True, True, True, False)

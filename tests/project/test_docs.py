@@ -57,7 +57,7 @@ def commands_in(page: Path) -> list[list[str]]:
     return commands
 
 
-@pytest.mark.parametrize("name", ["cli", "json"])
+@pytest.mark.parametrize("name", ["cli", "families", "json"])
 def test_a_generated_page_is_what_its_script_writes(name):
     generated = runpy.run_path(str(DOCS / f"make_{name}.py"))["page"]()
     assert (DOCS / f"{name}.md").read_text("utf-8") == generated, f"run `python docs/make_{name}.py`"
