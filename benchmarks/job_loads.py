@@ -44,12 +44,15 @@ _WORLDS = {"plain": 1, "fsdp2": 2, "zero3": 2}
 
 
 def run(folder: Path, rounds: int, layers: int, width: int, only: list[str]) -> Rows:
-    """All ways in turn; of each round, what the rank with the most CPU seconds spent."""
-    import deepspeed  # noqa: F401 -- before ranks are forked
+    """All ways in turn; of each round, what the rank with the most CPU seconds spent.
+
+    Ranks are forked when torch's, DeepSpeed's and ckpt's modules are imported. ckpt's cost 0.2 s of a CPU, once.
+    """
+    import deepspeed  # noqa: F401
     import torch.distributed.checkpoint.state_dict  # noqa: F401
 
     import ckpt
-    import ckpt_training  # noqa: F401
+    import ckpt_training.loading  # noqa: F401
 
     shape = (layers, width)
     if not (folder / "coded").exists():
@@ -58,6 +61,8 @@ def run(folder: Path, rounds: int, layers: int, width: int, only: list[str]) -> 
         source = ckpt.open(folder / "dcp")
         ckpt.save(source, folder / "universal", ckpt.Universal())
         ckpt.save(source, folder / "coded", ckpt.Universal(codec="auto"))
+    for source in {way.source for way in WAYS.values()} - {"saves"}:
+        ckpt.open(folder / source)
     ways = {name: way for name, way in WAYS.items() if not only or any(text in name for text in only)}
     rows: Rows = {name: [] for name in ways}
     for _ in range(rounds):

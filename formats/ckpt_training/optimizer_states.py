@@ -117,11 +117,14 @@ class StatePlan:
             like = tracked.tensor.detach()
             if own_parts is not None:
                 like = like.new_empty(sum(part.size for part in own_parts))
+            parts = list(zip(tracked.all_parts if own_parts is None else own_parts, one.parts, strict=False))
             if not isinstance(current, torch.Tensor) or current.shape != like.shape:
-                # Zeros, because a flat vector has padding that no part fills.
-                state[one.key] = current = torch.zeros_like(like, dtype=one.dtype)
+                # Zeros, unless all is read: a flat vector has padding that no part fills.
+                is_read = sum(part.size for part, stored in parts if stored is not None) == local_shard(like).numel()
+                create = torch.empty_like if is_read else torch.zeros_like
+                state[one.key] = current = create(like, dtype=one.dtype)
             values = local_shard(current).detach()
-            for part, stored in zip(tracked.all_parts if own_parts is None else own_parts, one.parts, strict=False):
+            for part, stored in parts:
                 if stored is not None:
                     yield shard_of(values, part, from_stored(one.key), "parameter"), stored
 
