@@ -161,6 +161,7 @@ static u8 *mutate(const u8 *valid, i64 size, i64 head, i64 *made) {
 #include "fuzz_deltas.c"
 #include "fuzz_lossy.c"
 #include "fuzz_gradients.c"
+#include "fuzz_quantised.c"
 
 static struct {
     const char *name;
@@ -169,7 +170,8 @@ static struct {
 } families[] = {{"lossless", fuzz_lossless, 0, 0},
                 {"deltas", fuzz_deltas, 0, 0},
                 {"lossy", fuzz_lossy, 0, 0},
-                {"gradients", fuzz_gradients, 0, 0}};
+                {"gradients", fuzz_gradients, 0, 0},
+                {"quantised", fuzz_quantised, 0, 0}};
 enum { FAMILIES = sizeof families / sizeof *families };
 
 int main(int count, char **arguments) {

@@ -38,3 +38,6 @@
 
 #include "gradients.h"
 #include "gradients.c"
+
+#include "quantised.h"
+#include "quantised.c"

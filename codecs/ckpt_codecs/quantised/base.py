@@ -132,8 +132,17 @@ def to_float32(values: Array) -> Array:
         return values.astype(FLOAT32)
 
 
+MIN_ELEMENTS = 1024
+"""Values from which on kernels compute: of fewer, NumPy is as fast, and readers load no kernels for them."""
+
+
 def rounded_into(values: Array, out: Array) -> None:
     """Round float32 values into `out`, of the same shape and any float dtype, to nearest, ties to even."""
+    if out.dtype == BFLOAT16 and values.size >= MIN_ELEMENTS and out.flags.c_contiguous and values.flags.c_contiguous:
+        from ckpt_codecs.native import lossless  # small weights need no kernels
+
+        lossless.to_bfloat16(values.reshape(-1).view(np.uint32), out.reshape(-1).view(np.uint16))
+        return
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(out, values, casting="unsafe")
 

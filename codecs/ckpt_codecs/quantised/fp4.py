@@ -12,6 +12,7 @@ from ckpt_codecs.errors import CodecError
 from ckpt_codecs.quantised.base import (
     BFLOAT16,
     FLOAT32,
+    MIN_ELEMENTS,
     Block,
     Part,
     Quantisation,
@@ -28,6 +29,10 @@ E2M1[8] = -0.0
 MX_BLOCK = 32
 """The values that share a scale in MX formats."""
 NVFP4_BLOCK = 16
+_TILE = 16
+"""Rows that are transposed at once."""
+_OVERFLOWING = 255
+"""A scale of MX formats, 2^128, that float32 does not have, but some of its products."""
 
 
 def nibbles(packed: Array, high_first: bool = False) -> Array:
@@ -85,13 +90,31 @@ class Mxfp4(Quantisation):
 
     def decode(self, block: Block, parts: Sequence[Array], out: Array) -> None:
         blocks, scales = parts
-        with np.errstate(over="ignore"):
-            values = np.ldexp(E2M1[nibbles(blocks)], (scales.astype(np.int32) - 127)[..., None])
+        if blocks.size >= MIN_ELEMENTS and scales.max() < _OVERFLOWING:
+            from ckpt_codecs.native import quantised  # small weights need no kernels
+
+            values: Array = np.empty(2 * blocks.size, FLOAT32)
+            powers = np.ldexp(FLOAT32.type(1), scales.astype(np.int32) - 127).reshape(-1)
+            quantised.scale_nibbles(np.ascontiguousarray(blocks).reshape(-1), False, E2M1, powers, MX_BLOCK, values)
+        else:
+            values = self._products(blocks, scales)
         values = values.reshape(*scales.shape[:-1], -1)
         low, high = block[-2] if self.transposed else block[-1]
         skipped = low % MX_BLOCK
         values = values[..., skipped : skipped + high - low]
-        rounded_into(values.swapaxes(-1, -2) if self.transposed else values, out)
+        if not self.transposed:
+            rounded_into(values, out)
+            return
+        rounded = np.empty(values.shape, BFLOAT16)
+        rounded_into(np.ascontiguousarray(values), rounded)
+        words, target = rounded.view(np.uint16), out.view(np.uint16)
+        for first in range(0, values.shape[-2], _TILE):  # a few rows at a time, whose columns fill lines of the cache
+            target[..., first : first + _TILE] = words[..., first : first + _TILE, :].swapaxes(-1, -2)
+
+    def _products(self, blocks: Array, scales: Array) -> Array:
+        with np.errstate(over="ignore"):
+            values: Array = np.ldexp(E2M1[nibbles(blocks)], (scales.astype(np.int32) - 127)[..., None])
+        return values
 
 
 @dataclass(frozen=True)
@@ -138,7 +161,15 @@ class Nvfp4(Quantisation):
         codes, scales, overall = parts
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             own = to_float32(scales) / overall.reshape(())
-            values = E2M1[nibbles(codes)].reshape(*scales.shape, NVFP4_BLOCK) * own[..., None]
+        if codes.size >= MIN_ELEMENTS:
+            from ckpt_codecs.native import quantised  # small weights need no kernels
+
+            values: Array = np.empty(2 * codes.size, FLOAT32)
+            flat = np.ascontiguousarray(codes).reshape(-1), np.ascontiguousarray(own).reshape(-1)
+            quantised.scale_nibbles(flat[0], False, E2M1, flat[1], NVFP4_BLOCK, values)
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                values = E2M1[nibbles(codes)].reshape(*scales.shape, NVFP4_BLOCK) * own[..., None]
         low, high = block[-1]
         skipped = low % NVFP4_BLOCK
         rounded_into(values.reshape(*scales.shape[:-1], -1)[..., skipped : skipped + high - low], out)
@@ -224,8 +255,17 @@ class LookupTable(Quantisation):
             if self.nested_block is not None:
                 own = (np.arange(first, first + sizes.size) // self.nested_block) - first // self.nested_block
                 sizes = parts[3][sizes] * parts[4][own] + FLOAT32.type(self.offset)
-            numbers = table[nibbles(codes, high_first=True)[low % 2 : low % 2 + high - low]]
-            numbers *= sizes[np.arange(low, high) // self.block - first]
+        if low % self.block == 0 and self.block % 2 == 0 and codes.size >= MIN_ELEMENTS:
+            from ckpt_codecs.native import quantised  # small weights need no kernels
+
+            numbers = np.empty(2 * codes.size, FLOAT32)
+            quantised.scale_nibbles(
+                np.ascontiguousarray(codes), True, table, sizes.astype(FLOAT32), self.block, numbers
+            )
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                numbers = table[nibbles(codes, high_first=True)[low % 2 : low % 2 + high - low]]
+                numbers *= sizes[np.arange(low, high) // self.block - first]
         take_block(block, self.shape, low, numbers, out)
 
 

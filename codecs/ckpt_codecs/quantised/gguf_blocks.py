@@ -8,7 +8,7 @@ import numpy as np
 
 from ckpt_codecs.base import Array, DType
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.quantised.base import FLOAT32, Block, Part, Quantisation, check_positive, outer
+from ckpt_codecs.quantised.base import FLOAT32, MIN_ELEMENTS, Block, Part, Quantisation, check_positive, outer
 from ckpt_codecs.quantised.fp4 import E2M1
 
 
@@ -70,6 +70,11 @@ def _half(raw: Array) -> Array:
 
 
 def _q8_0(blocks: Array, out: Array) -> None:
+    if blocks.size >= MIN_ELEMENTS and blocks.flags.c_contiguous and out.flags.c_contiguous:
+        from ckpt_codecs.native import quantised  # small weights need no kernels
+
+        quantised.scale_integers(blocks, 2, _half(blocks[:, :2]).reshape(-1), out)
+        return
     np.multiply(blocks[:, 2:].view(np.int8), _half(blocks[:, :2]), out=out, dtype=FLOAT32)
 
 

@@ -12,6 +12,7 @@ from ckpt_codecs.errors import CodecError
 from ckpt_codecs.quantised.base import (
     BFLOAT16,
     FLOAT32,
+    MIN_ELEMENTS,
     Block,
     Part,
     Quantisation,
@@ -115,6 +116,9 @@ class PackedIntegers(Quantisation):
     def decode(self, block: Block, parts: Sequence[Array], out: Array) -> None:
         rows, columns = block
         half = 1 << (self.bits - 1)
+        if self._is_aligned(columns) and parts[0].size >= MIN_ELEMENTS // 8:
+            self._by_kernel(parts[0], to_float32(parts[1]), out)
+            return
         values = to_float32(_cut(unpacked(parts[0], self.bits, 1), columns, self._unit, 1) - half)
         if self.order is not None:
             order = _places(parts[-1], self.groups)
@@ -127,6 +131,22 @@ class PackedIntegers(Quantisation):
                 values -= to_float32(zeros)[:, order]
             values *= to_float32(parts[1])[:, order]
         rounded_into(values, out)
+
+    def _is_aligned(self, columns: Range) -> bool:
+        """Whether the columns are whole groups of whole words of half bytes without zero points."""
+        if self.bits != 4 or self.zeros or self.order is not None:
+            return False
+        size = self.shape[1] // self.groups
+        return size % self._unit == 0 and all(at % size == 0 for at in columns)
+
+    def _by_kernel(self, words: Array, scales: Array, out: Array) -> None:
+        from ckpt_codecs.native import quantised  # small weights need no kernels
+
+        values = np.empty(out.size, FLOAT32)
+        packed, table = np.ascontiguousarray(words).view(np.uint8).reshape(-1), np.arange(-8, 8, dtype=FLOAT32)
+        size = self.shape[1] // self.groups
+        quantised.scale_nibbles(packed, False, table, np.ascontiguousarray(scales).reshape(-1), size, values)
+        rounded_into(values.reshape(out.shape), out)
 
 
 def _places(order: Array, groups: int) -> Array:

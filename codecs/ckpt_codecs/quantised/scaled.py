@@ -12,6 +12,7 @@ from ckpt_codecs.errors import CodecError
 from ckpt_codecs.quantised.base import (
     BFLOAT16,
     FLOAT32,
+    MIN_ELEMENTS,
     Block,
     Part,
     Quantisation,
@@ -86,6 +87,9 @@ class ScaledCodes(Quantisation):
 
     def decode(self, block: Block, parts: Sequence[Array], out: Array) -> None:
         codes, scales = parts[0], self._own(block, to_float32(parts[1]))
+        if self.zeros is None and self.factor is None and codes.size >= MIN_ELEMENTS:
+            self._by_kernel(block, codes, scales, out)
+            return
         values = _values(codes)
         if self.zeros is not None:
             values -= self._spread(block, self._own(block, to_float32(parts[2])))
@@ -94,6 +98,26 @@ class ScaledCodes(Quantisation):
             if self.factor is not None:
                 values *= FLOAT32.type(self.factor)
         rounded_into(values, out)
+
+    def _by_kernel(self, block: Block, codes: Array, scales: Array, out: Array) -> None:
+        """Compute a block matrix by matrix: of a vector, each element is a column."""
+        from ckpt_codecs.native import quantised  # small weights need no kernels
+
+        spans, sizes = ((0, 1), *block)[-2:], (1, *self.block)[-2:]
+        skipped = spans[0][0] % sizes[0], spans[1][0] % sizes[1]
+        table = _table(codes.dtype.name)
+        values = out if out.dtype == FLOAT32 and out.flags.c_contiguous else np.empty(codes.shape, FLOAT32)
+        matrices = np.ascontiguousarray(codes).view(np.uint8).reshape(-1, *_matrix(codes.shape))
+        own, targets = scales.reshape(-1, *_matrix(scales.shape)), values.reshape(matrices.shape)
+        places = np.arange(len(own)).reshape(scales.shape[:-2])
+        for axis, (span, size) in enumerate(zip(block[:-2], self.block[:-2], strict=True)):
+            places = places.take(np.arange(*span) // size - span[0] // size, axis)
+        for matrix, place, target in zip(matrices, places.reshape(-1), targets, strict=True):
+            quantised.scale_codes(
+                matrix, table, np.ascontiguousarray(own[place]), skipped, (sizes[0], sizes[1]), target
+            )
+        if values is not out:
+            rounded_into(values, out)
 
     def _own(self, block: Block, scales: Array) -> Array:
         """The scales of a block, with the axes of the weight."""
@@ -111,10 +135,13 @@ class ScaledCodes(Quantisation):
         return scales
 
 
+def _matrix(shape: Shape) -> tuple[int, int]:
+    """The last two axes; a vector is a row."""
+    return (shape[-2] if len(shape) > 1 else 1), shape[-1]
+
+
 def _values(codes: Array) -> Array:
     """The numbers of codes of one byte, in float32 and the same shape."""
-    if codes.dtype.kind in "iu":
-        return codes.astype(FLOAT32)
     numbers: Array = _table(codes.dtype.name)[codes.view(np.uint8)]
     return numbers
 
@@ -124,7 +151,7 @@ def _table(name: str) -> Array:
     from ml_dtypes import float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, float8_e5m2fnuz
 
     types = {"float8_e4m3fn": float8_e4m3fn, "float8_e4m3fnuz": float8_e4m3fnuz}
-    types |= {"float8_e5m2": float8_e5m2, "float8_e5m2fnuz": float8_e5m2fnuz}
+    types |= {"int8": np.int8, "float8_e5m2": float8_e5m2, "float8_e5m2fnuz": float8_e5m2fnuz}
     return to_float32(np.arange(256, dtype=np.uint8).view(types[name]))
 
 

@@ -81,7 +81,7 @@ class Fp8CodesBlob(_Fp8Blob):
         return _outer(box, self.base.shape)
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        """Fill `out`, (rows, columns) float8_e4m3fn."""
+        """Fill `out`, (rows, columns) of the dtype float8_e4m3fn."""
         for band in _bands(self._tiles(self.box)):
             values = self._values(band, reader)
             codes = np.empty(values.shape, _FP8)
