@@ -17,6 +17,5 @@ if TYPE_CHECKING:
 @serve_options
 def serve(chain: str, options: "ListenOptions", as_json: bool) -> None:
     from ckpt_cli.views import serve
-    from ckpt_formats.stores.location import local_path
 
-    serve.serve(local_path(chain), options, as_json)
+    serve.serve(chain, options, as_json)

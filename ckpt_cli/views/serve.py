@@ -1,7 +1,5 @@
 """Serve a chain until a signal ends it."""
 
-from pathlib import Path
-
 from ckpt.serving.address import parse_address
 from ckpt.serving.server import ChainServer
 from ckpt_cli.options.shadow import ListenOptions
@@ -9,7 +7,7 @@ from ckpt_cli.views.report import say
 from ckpt_cli.views.shadow import print_event, show_address, stopped_by_signals, tls
 
 
-def serve(chain: Path, options: ListenOptions, as_json: bool) -> None:
+def serve(chain: str, options: ListenOptions, as_json: bool) -> None:
     """Serve until SIGINT (Ctrl-C) or SIGTERM."""
     assert options.listen is not None
     with stopped_by_signals() as stop:

@@ -15,6 +15,7 @@ import pytest
 
 from caching_proxy import caching_proxy
 from ckpt.serving import server as serving
+from ckpt.serving import stored_files
 from ckpt.serving.address import NetworkAddress, tls_of
 from ckpt.serving.server import ChainServer
 from ckpt_formats.core.errors import CkptError, CorruptError, InvalidArgumentError, NotFoundError, UnsafeError
@@ -28,6 +29,7 @@ from ckpt_formats.universal.chain.file import ChainIndex
 from damage import ckpt
 from growing_log import log_with_fingerprints
 from http_peers import HTTP_HOSTILE, SEGMENT
+from object_stores import BUCKET
 from static_server import static_server
 
 HERE = NetworkAddress("127.0.0.1", 0)
@@ -35,7 +37,7 @@ TOKEN = b"a token that is long enough"
 
 
 @contextmanager
-def served(chain: Path, token: bytes | None = None) -> Iterator[ChainServer]:
+def served(chain: Path | str, token: bytes | None = None) -> Iterator[ChainServer]:
     server = ChainServer(chain, HERE, token)
     yield server
     server.close()
@@ -78,10 +80,16 @@ def get(
         connection.close()
 
 
-def test_ranges_and_conditions_are_those_of_http(published: Path) -> None:
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_ranges_and_conditions_are_those_of_http(
+    place: str, published: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (published / "published" / "objects" / "0123").write_bytes(bytes(range(100)))
     path = "/policy.chain/published/objects/0123"
-    with served(published) as server:
+    if place == "bucket":
+        request.getfixturevalue("user").upload(published)
+        monkeypatch.setattr(stored_files, "_BLOCK", 30)  # several requests for a body
+    with served(published if place == "folder" else f"s3://{BUCKET}/policy.chain") as server:
         status, headers, body = get(server, path)
         assert (status, body, headers["content-length"]) == (200, bytes(range(100)), "100")
         assert headers["cache-control"] == "public, max-age=31536000, immutable"
@@ -101,6 +109,10 @@ def test_ranges_and_conditions_are_those_of_http(published: Path) -> None:
         assert get(server, path, {"If-Match": tag})[0] == 200
         assert get(server, path, method="PUT")[0] == 501
         assert get(server, "/policy.chain/published/head.json")[1]["cache-control"] == "no-cache"
+        files = json.loads(get(server, "/policy.chain/published/?list")[2])["files"]
+        assert files == {"head.json": [2, files["head.json"][1]], "objects/0123": [100, tag]}
+        for other in ("other", "published/objects/0124", "published/objects/.0124-x.draft", "published/../chain.json"):
+            assert get(server, f"/policy.chain/{other}")[0] == 404
 
 
 def test_server_sends_only_what_the_chain_names(run: Path, published: Path) -> None:

@@ -13,12 +13,15 @@ import pytest
 from caching_proxy import caching_proxy
 from ckpt.following import decode
 from ckpt.following.follower import Follower
+from ckpt.serving import stored_files
 from ckpt.serving.address import NetworkAddress
 from ckpt.serving.server import ChainServer
+from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.universal.published.records import StepName
 from damage import ckpt
 from followed_weights import FILES, bytes_of, publish, weights_at
+from object_stores import BUCKET, StoreServer, observed, reached
 from published import PublishedRun
 from static_server import static_server
 
@@ -53,6 +56,46 @@ def url_of(run: PublishedRun, way: str) -> Iterator[str]:
 def is_at(follower: Follower, run: PublishedRun, step: int) -> bool:
     tensors = {name: values.tobytes() for name, values in follower.tensors().items()}
     return tensors == bytes_of(run.states[StepName(run.epoch, step)])
+
+
+def test_chain_in_a_bucket_is_served(run: PublishedRun, user: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its followers hear of a step by the server's looks, however many they are, and none goes to the bucket."""
+    monkeypatch.setattr(stored_files, "_BLOCK", 200_000)
+    user.upload(run.run)
+    with observed(user) as (server, requests), reached(server):
+        serving = ChainServer(f"s3://{BUCKET}/{run.run.name}", HERE)
+        try:
+            with ThreadPoolExecutor(4) as pool:
+
+                def follow(number: int) -> None:
+                    with Follower(serving.url) as follower:
+                        for step in (3, 4):
+                            assert follower.wait(timeout=20.0, every=0.01) is not None
+                            follower.update()
+                            assert is_at(follower, run, step)
+                            if step == 3:
+                                at_three.release()
+
+                at_three = threading.Semaphore(0)
+                pending = [pool.submit(follow, number) for number in range(4)]
+                for _ in pending:
+                    assert at_three.acquire(timeout=60)
+                before = len(requests)
+                time.sleep(1.0)
+                assert len(requests) - before < 16  # four followers wait
+                run.publish(4, weights_at(4))
+                user.upload(run.run)
+                for one in pending:
+                    one.result()
+            with pytest.raises(CkptError, match="there is none"):
+                ChainServer(f"s3://{BUCKET}/other.chain", HERE)
+        finally:
+            serving.close()
+
+
+def test_server_of_a_web_server_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="is a web server already"):
+        ChainServer("http://localhost:1/policy.chain", HERE)
 
 
 @pytest.mark.parametrize("way", ["served", "plain", "cached"])

@@ -62,6 +62,12 @@ class StoreServer:
             obstore.put(client, below, file.read_bytes())
         return f"s3://{BUCKET}/{key}"
 
+    def upload(self, folder: Path) -> None:
+        """Put all files of a folder below its name, the head of a published chain after all others."""
+        files = (path for path in folder.rglob("*") if path.is_file())
+        for path in sorted(files, key=lambda path: (path.name == "head.json", path)):
+            obstore.put(self.client, f"{folder.name}/{path.relative_to(folder)}", path.read_bytes())
+
     def publish(self, folder: str) -> None:
         """Let everybody read what is below a folder."""
         import boto3

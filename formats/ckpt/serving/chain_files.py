@@ -1,7 +1,9 @@
 """What belongs to a chain in a folder, and may be served: no other file, and no link."""
 
 import os
+import socket
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -44,6 +46,46 @@ class FileVersion:
         return cls(status.st_size, f'"{"-".join(f"{one:x}" for one in parts)}"')
 
 
+class OpenedFile(ABC):
+    """A file of a chain that is being sent."""
+
+    version: FileVersion
+    lifetime: Lifetime
+
+    @abstractmethod
+    def blocks(self, begin: int, end: int) -> Iterator[bytes | memoryview]:
+        """The bytes in a range, in blocks. Fewer if the file is another one now."""
+
+    def send(self, connection: socket.socket, begin: int, end: int) -> bool:
+        """Send a range of bytes. Returns False if the file has fewer of them now. Raises `OSError`, `CkptError`."""
+        sent = 0
+        for block in self.blocks(begin, end):
+            connection.sendall(block)
+            sent += len(block)
+        return sent == end - begin
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what is open."""
+
+
+@dataclass(frozen=True, eq=False)
+class _FolderFile(OpenedFile):
+    descriptor: int
+    version: FileVersion
+    lifetime: Lifetime
+
+    def blocks(self, begin: int, end: int) -> Iterator[bytes]:
+        yield os.pread(self.descriptor, end - begin, begin)
+
+    def send(self, connection: socket.socket, begin: int, end: int) -> bool:
+        with open(self.descriptor, "rb", buffering=0, closefd=False) as file:
+            return connection.sendfile(file, begin, end - begin) == end - begin
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
 class ChainFiles:
     """The files of a chain in a folder, by names with `/` between folders. Threads may share it."""
 
@@ -53,8 +95,8 @@ class ChainFiles:
         self._seen: tuple[str, ChainIndex] | None = None
         self._index()
 
-    def open(self, name: str) -> tuple[int, os.stat_result, Lifetime]:
-        """A file, open for reading, its status, and how it changes. Raises `NotFoundError` if it is none to be served.
+    def open(self, name: str) -> OpenedFile:
+        """A file, open for reading. Raises `NotFoundError` if it is none to be served.
 
         No folder on the way to it is a link.
         """
@@ -69,14 +111,14 @@ class ChainFiles:
                 descriptor = inner
             file = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=descriptor)
         except (OSError, ValueError):
-            raise _absent() from None
+            raise absent_file() from None
         finally:
             os.close(descriptor)
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
             os.close(file)
-            raise _absent()
-        return file, status, lifetime
+            raise absent_file()
+        return _FolderFile(file, FileVersion.of(status, lifetime), lifetime)
 
     def list(self, name: str) -> dict[str, FileVersion]:
         """The files below a folder that the chain names, by their names in it, sorted; "": all files of the chain.
@@ -87,16 +129,22 @@ class ChainFiles:
         roots = [index.NAME, _PUBLISHED] if chain.is_published else [index.NAME, *sorted(_folders(chain))]
         if name:
             if name not in roots[1:]:
-                raise _absent()
+                raise absent_file()
             roots = [name]
-        growing = _growing(chain)
         start, files = len(name) + 1 if name else 0, dict[str, FileVersion]()
         for root in roots:
-            for file, status in _walk(self.folder, root, _MAX_DEPTH):
-                files[file[start:]] = FileVersion.of(status, _lifetime_in(file, chain, growing))
+            for file, version in self._versions(root):
+                files[file[start:]] = version
                 if len(files) > MAX_FILES:
                     raise NotFoundError("the folder has too many files")
         return dict(sorted(files.items()))
+
+    def _versions(self, root: str) -> Iterator[tuple[str, FileVersion]]:
+        """The versions of a file, or of all files below a folder, with their names in the chain."""
+        chain = self._index()
+        growing = _growing(chain)
+        for file, status in _walk(self.folder, root, _MAX_DEPTH):
+            yield file, FileVersion.of(status, _lifetime_in(file, chain, growing))
 
     def list_tag(self) -> str:
         """The e_tag of chain.json."""
@@ -107,8 +155,8 @@ class ChainFiles:
     def _lifetime(self, name: str) -> Lifetime:
         chain, first = self._index(), name.partition("/")[0]
         served = {index.NAME} if name == index.NAME else {_PUBLISHED} if chain.is_published else _folders(chain)
-        if first not in served or not _is_plain(name):
-            raise _absent()
+        if first not in served or not is_plain(name):
+            raise absent_file()
         return _lifetime_in(name, chain, _growing(chain))
 
     def _index(self) -> ChainIndex:
@@ -142,7 +190,7 @@ def _lifetime_in(name: str, chain: ChainIndex, growing: set[str]) -> Lifetime:
     return Lifetime.GROWING if first in growing and name.endswith(".ckg") else Lifetime.REPLACED
 
 
-def _is_plain(name: str) -> bool:
+def is_plain(name: str) -> bool:
     """Whether a name has only parts that files of chains have: none that leads elsewhere, and no draft."""
     parts = name.split("/")
     return len(parts) <= _MAX_DEPTH and all(one not in ("", ".", "..") and not is_draft(one) for one in parts)
@@ -162,5 +210,6 @@ def _walk(folder: Path, name: str, depth: int) -> Iterator[tuple[str, os.stat_re
         return  # removed meanwhile
 
 
-def _absent() -> CkptError:
+def absent_file() -> CkptError:
+    """The error of a file that the chain does not have, or that is not served."""
     return NotFoundError("the chain does not have this file")

@@ -12,26 +12,27 @@ one. `Authorization: Bearer TOKEN` is demanded if the server has a token.
 
 import hmac
 import json
-import os
 import re
 import socket
 import ssl
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote
 
 import xxhash
 
 from ckpt.serving.address import NetworkAddress, listening_socket
-from ckpt.serving.chain_files import ChainFiles, FileVersion, Lifetime
-from ckpt_formats.core.errors import CkptError, NotFoundError
+from ckpt.serving.chain_files import ChainFiles, FileVersion, Lifetime, OpenedFile
+from ckpt_formats.core.arguments import StrPath
+from ckpt_formats.core.errors import CkptError, NotFoundError, UnsupportedError
+from ckpt_formats.core.place import Place
 from ckpt_formats.core.version import VERSION
+from ckpt_formats.stores.location import read_place
 
 MAX_PEERS = 256
 """Connections at the same time. More are closed at once."""
@@ -66,10 +67,14 @@ class ChainServer:
     """Listens for readers of a chain, each in a thread, until it is closed."""
 
     def __init__(
-        self, chain: Path, address: NetworkAddress, token: bytes | None = None, tls: ssl.SSLContext | None = None
+        self, chain: StrPath, address: NetworkAddress, token: bytes | None = None, tls: ssl.SSLContext | None = None
     ) -> None:
-        """Listen at once. Raises as `listening_socket`, and `NotFoundError` if there is no chain."""
-        self._served = _Served(ChainFiles(chain), chain.absolute().name, token)
+        """Listen at once. `chain`: a folder, or the URL of one in a bucket.
+
+        Raises as `listening_socket`, `NotFoundError` if there is no chain, and `UnsupportedError` for another URL.
+        """
+        files, name = _files_of(chain)
+        self._served = _Served(files, name, token)
         self._tls = tls
         self._peers = threading.BoundedSemaphore(MAX_PEERS)
         self._socket, self.address = listening_socket(address, token, tls)
@@ -129,6 +134,21 @@ class ChainServer:
             for peer, deadline in list(self._served.deadlines.items()):
                 if now > deadline:
                     _end(peer)
+
+
+def _files_of(chain: StrPath) -> tuple[ChainFiles, str]:
+    """The files of a chain, and the name under which they are served."""
+    place = read_place(chain)
+    local = place.local if isinstance(place, Place) else None
+    if local is not None:
+        return ChainFiles(local), local.absolute().name
+    if not isinstance(place, Place):
+        raise UnsupportedError(
+            "is a web server already", where=place.where(), hint="Put a cache in front of it, such as nginx."
+        )
+    from ckpt.serving.stored_files import StoredChainFiles  # only if there is a store
+
+    return StoredChainFiles(place), place.where().rstrip("/").rpartition("/")[2]
 
 
 class _Served:
@@ -235,16 +255,16 @@ class _Peer(BaseHTTPRequestHandler):
     def _send_file(self, request: _FileRequest) -> None:
         deadline, pause = time.monotonic() + request.seconds, _SHORTEST
         while True:
-            descriptor, status, lifetime = self._served.files.open(request.name)
-            version = FileVersion.of(status, lifetime)
+            file = self._served.files.open(request.name)
+            version, lifetime = file.version, file.lifetime
             is_known = lifetime is not Lifetime.GROWING and _has(request.known, version.e_tag)
             now = time.monotonic()
             if not is_known or now >= deadline:
                 break
-            os.close(descriptor)
+            file.close()
             self._served.closed.wait(min(pause, deadline - now))
             pause = min(2 * pause, _LONGEST)
-        with open(descriptor, "rb", buffering=0) as file:
+        with closing(file):
             headers = {"ETag": version.e_tag, "Accept-Ranges": "bytes", "Cache-Control": _CACHING[lifetime]}
             match = self.headers.get("If-Match")
             if (match is not None and not _has(match, version.e_tag)) or request.e_tag not in (None, version.e_tag):
@@ -264,12 +284,15 @@ class _Peer(BaseHTTPRequestHandler):
             headers["Content-Type"] = "application/octet-stream"
             self._allow(0, end - begin)
             self._head(code, end - begin, headers)
-            if (
-                self.command == "GET"
-                and end > begin
-                and self.connection.sendfile(file, begin, end - begin) != end - begin
-            ):
-                self.close_connection = True  # the file became shorter: the peer sees that bytes are missing
+            if self.command == "GET" and end > begin and not self._sent(file, begin, end):
+                self.close_connection = True  # the peer sees that bytes are missing
+
+    def _sent(self, file: OpenedFile, begin: int, end: int) -> bool:
+        """Send a range of a file. Returns whether the file still had all bytes."""
+        try:
+            return file.send(self.connection, begin, end)
+        except CkptError:
+            return False
 
     def _range(self, version: FileVersion) -> tuple[int, int, HTTPStatus]:
         """The first byte to send, the one after the last, and the status. Several ranges are answered by all bytes."""
