@@ -70,6 +70,7 @@ WORKS = {
     "sync_kills": Work("sync_kills:rounds", "publishers of a chain and its followers are killed"),
     "sync_damage": Work("sync_damage:rounds", "published chains are damaged, read and followed"),
     "sync_steps": Work("sync_steps:rounds", "each step of real runs is published, and compared at two followers"),
+    "families": Work("families_campaign:rounds", "random models in transformers and in Megatron core are compared"),
     "fuzz_kernels": Work("fuzz_kernels:rounds", "C kernels read hostile bytes under sanitizers"),
     "fuzz_readers": Work("fuzz_readers:rounds", "what readers parse is changed, guided by coverage"),
 }

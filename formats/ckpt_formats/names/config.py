@@ -157,6 +157,8 @@ def _written(values: Values, family: Family) -> dict[str, Any]:
             config[own] = value
     if "rope_theta" in config:
         config["rope_scaling"] = _scaling(values)
+        if read_config(config, family).values["rope_type"] != values["rope_type"] == "default":
+            config["rope_scaling"] = {"rope_type": "default"}  # where the family has another default
     return config
 
 
@@ -173,7 +175,7 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rotary, dict):
         return {"rope_type": rotary}
-    kind = rotary.get("rope_type", rotary.get("type", "default"))
+    kind = rotary.get("rope_type", rotary.get("type", "default")) if rotary else None
     entries = {f"rope_{key}" if not key.startswith("rope_") else key: value for key, value in rotary.items()}
     partial = rotary.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     return {**entries, "rope_type": kind, **({} if partial is None else {"partial_rotary_factor": partial})}

@@ -1,12 +1,11 @@
 """Small models as transformers saves them, norms and biases no constants, and what they compute.
 
 `save_models.py OUT [NAME ...]` makes of names that `random_models.model` knows, by default of all `MODELS`: the folder
-OUT/NAME; OUT/NAME.pt, the logits; and OUT/NAME.memory.json, the shapes of its parameters in their order.
+OUT/NAME, and OUT/NAME.pt, the logits.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -31,8 +30,6 @@ def save(name: str, out: Path) -> None:
             tensor.add_(torch.randn_like(tensor) * 0.05)
         torch.save(model(torch.tensor(INPUT)).logits, out / f"{name}.pt")
     model.save_pretrained(out / name)
-    shapes = {key: list(parameter.shape) for key, parameter in model.named_parameters()}
-    (out / f"{name}.memory.json").write_text(json.dumps(shapes))
 
 
 def main() -> None:
