@@ -108,7 +108,7 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
         "--config",
         click.Path(readable=False, path_type=Path),
         "config.json, or the folder with it and the tokenizer.  [default: that of the source]",
-        ("hf", *_MEGATRON),
+        ("hf", "gguf", *_MEGATRON),
     ),
     "separator": FormatOption(
         "--separator",
@@ -118,9 +118,12 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
     ),
     "outtype": FormatOption(
         "--outtype",
-        click.Choice(["f32", "f16", "bf16"]),
+        click.Choice(["f32", "f16", "bf16", "q8_0"]),
         "Type of matrices; vectors, norms and routers are f32.  [default: that of the source]",
         ("gguf",),
+    ),
+    "tokenizer": FormatOption(
+        "--tokenizer/--no-tokenizer", bool, "Write the tokenizer into the file.  [default: tokenizer]", ("gguf",)
     ),
 }
 """The options by the name of the field. A field that is not here has no option on the command line."""

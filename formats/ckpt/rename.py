@@ -126,13 +126,26 @@ def _renamed(source: Checkpoint, naming: Naming, config: Mapping[str, Any] | Non
     from ckpt_formats.engines.hf.model_names import with_model_names
     from ckpt_formats.names.translate import naming_of, to_core, to_hf, to_legacy, to_megatron
 
-    is_megatron = naming_of(source) in _MEGATRON
-    if naming == "hf" and is_megatron:
-        return to_hf(source, config, partial=source.is_partial)
-    named = source if is_megatron or config is None else with_model_names(source, config)
+    current, partial = naming_of(source), source.is_partial
+    if current == naming == "gguf":
+        return source
+    if current == "gguf":
+        from ckpt_formats.names.llama_cpp import from_llama_cpp
+
+        source, current = from_llama_cpp(source, config, partial=partial), "hf"
+        config = _configuration(source, None)
+    is_megatron = current in _MEGATRON
+    if naming in ("hf", "gguf") and is_megatron:
+        named = to_hf(source, config, partial=partial)
+    else:
+        named = source if is_megatron or config is None else with_model_names(source, config)
     if naming == "hf":
         return named
-    megatron = named if is_megatron else to_megatron(named, config, partial=source.is_partial)
+    if naming == "gguf":
+        from ckpt_formats.names.llama_cpp import to_llama_cpp
+
+        return to_llama_cpp(named, config, partial=partial)
+    megatron = named if is_megatron else to_megatron(named, config, partial=partial)
     return to_legacy(megatron) if naming == "megatron-legacy" else to_core(megatron)
 
 
@@ -142,7 +155,12 @@ def _needed(
     """The names that the format needs, if they differ from the current ones and can be derived; else None."""
     from ckpt_formats.names.arguments import ARGUMENTS
     from ckpt_formats.names.tables import family_of
+    from ckpt_formats.names.translate import GGUF_VALUES
 
+    if "gguf" in (current, naming):
+        # The names of an architecture that is not known stay as they are.
+        is_unknown = current is None and isinstance(source.extras.get(GGUF_VALUES), dict)
+        return None if current == naming or is_unknown else naming
     known = config is not None and family_of(config) is not None
     if naming == "hf":
         translatable = chosen or known or isinstance(source.extras.get(ARGUMENTS), Record)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ckpt
+from ckpt_codecs.quantised.gguf_blocks import GGUF_TYPES
 from ckpt_formats.containers import gguf as container
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError
@@ -90,6 +91,38 @@ def test_gguf_rounds_matrices_only(outtype: str, tmp_path: Path) -> None:
     dtype = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[outtype]
     assert values.reshape(4, 32).tobytes() == matrix.astype(DTYPES[dtype]).astype(np.float32).tobytes()
     assert written["blk.0.ffn_gate_inp.weight"].data.tobytes() == router.tobytes()
+
+
+@pytest.mark.parametrize("name", [*GGUF_TYPES, "Q2_K"])
+def test_gguf_reads_blocks_as_gguf_py_does_and_writes_them_as_they_are(name: str, tmp_path: Path) -> None:
+    """Random bytes, so all codes; those of types that ckpt does not compute stay bytes."""
+    kind = container.BLOCK_TYPES[name]
+    raw = np.random.default_rng(0).integers(0, 256, (2, 3, 2 * kind.nbytes), np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_tensor("w", raw, raw_dtype=gguf.GGMLQuantizationType[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    run = ckpt.open(tmp_path / "a.gguf")
+    if name not in GGUF_TYPES:
+        assert read(run["w"].weight).tobytes() == raw.tobytes()
+        return
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(raw, gguf.GGMLQuantizationType[name])
+    assert bits(read(run["w"].weight)) == bits(expected)
+    assert bits(run["w"][1, 1:, 5:70]) == bits(expected[1, 1:, 5:70])
+    ckpt.save(run, tmp_path / "b.gguf")
+    assert (tmp_path / "b.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
+
+
+def test_gguf_quantises_as_gguf_py_does(tmp_path: Path) -> None:
+    matrix = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    source = ckpt.open(write(tmp_path / "a.gguf", {"w": matrix, "ragged": matrix[:, :40]}))
+    ckpt.save(source, tmp_path / "b.gguf", ckpt.Gguf(outtype="q8_0"))
+    written = {one.name: one for one in gguf.GGUFReader(tmp_path / "b.gguf").tensors}
+    assert written["w"].data.tobytes() == gguf.quantize(matrix, gguf.GGMLQuantizationType.Q8_0).tobytes()
+    assert written["ragged"].data.tobytes() == matrix[:, :40].tobytes()
 
 
 def test_gguf_refuses_what_it_cannot_hold(whole: Path, tmp_path: Path) -> None:

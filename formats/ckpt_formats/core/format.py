@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
-Naming = Literal["hf", "megatron", "megatron-legacy"]
-"""Whose names the tensors have: those of Hugging Face's libraries, of Megatron core, or of older Megatron-LM."""
+Naming = Literal["hf", "megatron", "megatron-legacy", "gguf"]
+"""Whose names the tensors have: those of Hugging Face's libraries, of Megatron core, of older Megatron-LM, or of
+llama.cpp."""
 
 
 @dataclass(frozen=True)

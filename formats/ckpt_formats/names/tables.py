@@ -190,13 +190,13 @@ def dialect(name: str) -> Dialect:
     """The usual names and settings of a library. `name` is one of `DIALECTS`."""
     table = _read(f"dialects/{name}")
     if like := table.pop("like", None):
-        return _changed(dialect(like), name, table)
+        return changed_dialect(dialect(like), name, table)
     prefixes, rules = table.pop("prefixes"), tuple(_rules(table.pop("names")))
     settings = Settings(
-        _expressions(table.pop("read", {})),
-        _expressions(table.pop("write", {})),
+        parse_expressions(table.pop("read", {})),
+        parse_expressions(table.pop("write", {})),
         table.pop("defaults", {}),
-        _expressions(table.pop("plain", {})),
+        parse_expressions(table.pop("plain", {})),
     )
     return Dialect(name, prefixes, rules, settings, table)
 
@@ -235,18 +235,18 @@ def family_in(name: str, entries: Mapping[str, Any]) -> Family:
 def _parsed(name: str, table: dict[str, Any], parent: Family | None) -> Family:
     usual = parent.settings if parent else dialect("hf").settings
     settings = Settings(
-        {**usual.read, **_expressions(table.pop("read", {}))},
-        {**usual.write, **_expressions(table.pop("write", {}))},
+        {**usual.read, **parse_expressions(table.pop("read", {}))},
+        {**usual.write, **parse_expressions(table.pop("write", {}))},
         {**usual.defaults, **table.pop("defaults", {})},
-        {**usual.plain, **_expressions(table.pop("plain", {}))},
+        {**usual.plain, **parse_expressions(table.pop("plain", {}))},
     )
     own = {key: table.pop(key, {}) for key in DIALECTS}
     dialects: dict[str, Dialect] = {}
     for key in DIALECTS:
         base = parent.dialects[key] if parent else dialect(key)
         if key == "hf_memory":  # names differ from the usual ones as in files, and in their own way
-            base = _changed(base, key, own["hf"], in_files=True)
-        dialects[key] = _changed(base, key, own[key])
+            base = changed_dialect(base, key, own["hf"], in_files=True)
+        dialects[key] = changed_dialect(base, key, own[key])
     ignored = table.pop("ignored", parent.ignored.pattern if parent else _IGNORED)
     return Family(
         name,
@@ -263,7 +263,7 @@ def _parsed(name: str, table: dict[str, Any], parent: Family | None) -> Family:
     )
 
 
-def _changed(base: Dialect, name: str, changes: Mapping[str, Any], *, in_files: bool = False) -> Dialect:
+def changed_dialect(base: Dialect, name: str, changes: Mapping[str, Any], *, in_files: bool = False) -> Dialect:
     """A dialect with other names for some atoms, each module in the place of the first rule that it replaces.
 
     `in_files`: the changes are those of the dialect of files. In memory, they do not apply to experts one by one.
@@ -297,7 +297,8 @@ def _rules(names: Mapping[str, Any]) -> Iterator[NameRule]:
         yield NameRule(tuple(map(str.strip, text.split("|"))), packings, next(iter(places)))
 
 
-def _expressions(table: Mapping[str, str]) -> dict[str, Expression]:
+def parse_expressions(table: Mapping[str, str]) -> dict[str, Expression]:
+    """The expressions of a table by its keys. Raises `ValueError` for a text that is none."""
     return {key: parse_expression(text) for key, text in table.items()}
 
 

@@ -32,7 +32,11 @@ from ckpt_formats.names.packings import pack, unpack
 from ckpt_formats.names.renames import TensorRename, apply_renames
 from ckpt_formats.names.tables import Family, dialect
 
-Naming = Literal["hf", "megatron", "megatron-legacy"]
+Naming = Literal["hf", "megatron", "megatron-legacy", "gguf"]
+
+GGUF_VALUES = "gguf"
+"""The key of the values of a file of llama.cpp in a checkpoint's extras: a dict."""
+_OF_LLAMA_CPP = re.compile(r"blk\.\d{1,6}\..+|token_embd\.weight|output_norm\.weight")
 
 T = TypeVar("T")
 
@@ -46,6 +50,8 @@ def naming_of(checkpoint: Checkpoint) -> Naming | None:
     own = [name for name, parameter in checkpoint.parameters.items() if parameter.role != "extra"]
     if any(map(legacy.is_legacy, own)):
         return "megatron-legacy"
+    if isinstance(checkpoint.extras.get(GGUF_VALUES), dict) and any(map(_OF_LLAMA_CPP.fullmatch, own)):
+        return "gguf"
     if _megatron_patterns().intersection(map(pattern_of, own)):
         return "megatron"
     configured = configured_model(config_of(checkpoint))
@@ -63,7 +69,7 @@ def to_hf(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, pa
     Raises: UnsupportedError for a model of no known family, CorruptError if tensors, arguments and configuration
     contradict each other, IncompleteError if something is missing.
     """
-    source = _without(to_core(checkpoint), COMPUTED)
+    source = without(to_core(checkpoint), COMPUTED)
     description = describe_model(source, config_of(source) if config is None else config, partial)
     renamed = translated(source, description, "megatron", "hf", partial=partial)
     padding = _padding(source, description.model)
@@ -84,7 +90,7 @@ def to_megatron(
     Tables of the vocabulary have no padding: it is added when they are split over ranks. Raises the errors of `to_hf`.
     """
     description = by_config_alone(checkpoint, config)
-    source = _without(checkpoint, description.family.ignored)
+    source = without(checkpoint, description.family.ignored)
     arguments = to_arguments(description.model.values, weights_dtype(source))
     renamed = translated(source, description, "hf", "megatron", partial=partial)
     step = {} if source.origin.step is None else {"iteration": source.origin.step}
@@ -302,7 +308,7 @@ def _aliases(source: Checkpoint, new: Mapping[str, str]) -> dict[str, str]:
     return {new[alias]: new[name] for alias, name in source.aliases.items()}
 
 
-def _without(source: Checkpoint, computed: re.Pattern[str]) -> Checkpoint:
+def without(source: Checkpoint, computed: re.Pattern[str]) -> Checkpoint:
     """The checkpoint without tensors that models compute instead of loading them."""
     retained = {name: parameter for name, parameter in source.parameters.items() if not computed.fullmatch(name)}
     return source if len(retained) == len(source.parameters) else replace(source, parameters=retained)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt_formats.containers.gguf import MAGIC
+from ckpt_formats.core.arguments import LocalPath
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
@@ -24,10 +25,15 @@ class Gguf(WritableFormat):
     name = "gguf"
     summary = "a model of llama.cpp: a .gguf file of weights, sizes and tokenizer"
     joins_ranks = False
+    naming = "gguf"
 
-    outtype: Literal["f32", "f16", "bf16"] | None = None
+    outtype: Literal["f32", "f16", "bf16", "q8_0"] | None = None
     """The type of matrices; None: that of the source. Vectors, norms and routers are float32 if the source is no GGUF
     file, or if a type is stated."""
+    config: LocalPath | None = None
+    """The model's configuration, or its folder with the tokenizer; None: the configuration of the source."""
+    tokenizer: bool = True
+    """Write the tokenizer. Without it, llama.cpp takes only numbers of tokens."""
 
     def detect(self, path: Path) -> bool:
         return path.is_file() and (path.suffix.lower() == SUFFIX or _begins_as_gguf(path))
@@ -37,10 +43,13 @@ class Gguf(WritableFormat):
 
         return read_model(path)
 
+    def input_files(self) -> tuple[Path, ...]:
+        return () if self.config is None else (Path(self.config),)
+
     def plan(self, source: Checkpoint) -> Plan:
         from ckpt_formats.engines.gguf.write import plan_model
 
-        return plan_model(source, self.outtype)
+        return plan_model(source, self.outtype, next(iter(self.input_files()), None), self.tokenizer)
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         from ckpt_formats.engines.gguf.write import write_model
