@@ -321,6 +321,56 @@ def gguf() -> Iterator[Case]:
         yield Case(f"gguf-{name}", own, (blocks.reshape(12, -1),), theirs.reshape(12, -1))
 
 
+def quantised_out() -> Iterator[tuple[str, Array, Array]]:
+    """What ckpt stores for given weights, and what the library stores: names, bits, bits."""
+    import ml_dtypes
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    edges = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    edges = edges[np.isfinite(edges)]
+    middles = (np.sort(edges)[1:] + np.sort(edges)[:-1]) / 2
+    values = np.concatenate([random.normal(0, s, 100_000) for s in (300, 3, 1e-3)] + [edges, middles]).astype(
+        np.float32
+    )
+    values = np.clip(values, -448, 448)[None]
+    mine = np.empty(values.shape, ml_dtypes.float8_e4m3fn)
+    scaled.codes_of(values, np.ones((1, 1), np.float32), (1, values.size), mine)
+    yield "codes of FP8 (torch)", mine.view(np.uint8), T(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    weights = array(normal(300, 576, scale=0.02).bfloat16()).astype(np.float32)
+    weights[:128, :128] = 0
+    scales, own = scaled.scales_of(weights, (128, 128)), np.empty(weights.shape, ml_dtypes.float8_e4m3fn)
+    scaled.codes_of(weights, scales, (128, 128), own)
+    tiles = [
+        [T(weights[i : i + 128, j : j + 128]).abs().max() / 448.0 for j in range(0, 576, 128)] for i in (0, 128, 256)
+    ]
+    theirs = torch.tensor(tiles)
+    theirs = torch.where(theirs == 0, 1.0, theirs)  # DeepSeek's recipe
+    spread = theirs.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :576]
+    yield "scales of FP8 blocks (torch)", scales.view(np.uint32), theirs.numpy().view(np.uint32)
+    yield (
+        "codes of FP8 blocks (torch)",
+        own.view(np.uint8),
+        (T(weights) / spread).to(torch.float8_e4m3fn).view(torch.uint8).numpy(),
+    )
+    weights = array(normal(512, 256, scale=0.05).bfloat16()).astype(np.float32)
+    weights[0, :32], weights[1, :32] = 0, 0
+    weights[1, :8] = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6]
+    blocks, powers = np.empty((512, 8, 16), np.uint8), np.empty((512, 8), np.uint8)
+    fp4.mxfp4_of(weights, blocks, powers)
+    exponents, packed = to_mx(T(weights).bfloat16(), torch.float4_e2m1fn_x2, 32)
+    yield "scales of MXFP4 (torchao)", powers.reshape(-1), exponents.view(torch.uint8).numpy().reshape(-1)
+    yield "codes of MXFP4 (torchao)", blocks.reshape(-1), packed.view(torch.uint8).numpy().reshape(-1)
+    weights = np.concatenate(
+        [random.normal(0, 1, (400, 32)), random.integers(-127, 128, (50, 32)) * 0.5, np.zeros((2, 32))]
+    )
+    weights = weights.astype(np.float32)
+    q8_0 = np.empty((452, 34), np.uint8)
+    gguf_blocks.encode_q8_0(weights, q8_0)
+    yield "blocks of Q8_0 (gguf)", q8_0, quantize(weights, GGMLQuantizationType.Q8_0).reshape(452, 34)
+
+
 FAMILIES: tuple[Callable[[], Iterator[Case]], ...] = (
     fp8,
     compressed_tensors,
@@ -369,6 +419,10 @@ def main() -> int:
             total, wrong, count = total + mine.size, wrong + differ, count + 1
             if folder is not None:
                 store(case, folder)
+    for name, mine, theirs in quantised_out():
+        differ = int((mine != theirs).sum())
+        print(f"{'ok  ' if not differ else 'DIFF'} {name}: {mine.size} numbers, {differ} differ")
+        total, wrong, count = total + mine.size, wrong + differ, count + 1
     print(f"{count} comparisons, {total:,} values, {wrong:,} differ")
     return int(wrong > 0)
 

@@ -244,6 +244,23 @@ def test_descriptions_of_weights_are_not_believed(scheme: str, tmp_path: Path) -
             pass
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case({"levels": ((64, 32), I8), "range": ((64, 1), F32)}, {"quant_method": "torchao"}),
+        Case({"weight_packed": ((), U8), "weight_scale": ((), E4M3), "weight_global_scale": ((1,), F32)}, None),
+        Case({**_PACKED, "weight_g_idx": ((32,), F32)}, None, values=_SHAPE),
+        Case({"weight": ((1024,), E4M3), "weight_scale": ((3, 3), F32)}, None),
+        Case({**_NF4, "weight": ((1024, 2), U8)}, None, values=_STATES["nf4"]),
+        Case({**_GPTQ, "g_idx": ((16,), I32)}, {"quant_method": "gptq", "bits": 4}),
+        Case(_GPTQ, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, values=_ONE_GROUP),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(case: Case, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="cannot be dequantised"):
+        model(tmp_path / "m", case).cast("bf16")
+
+
 @pytest.mark.parametrize("scheme", CASES)
 def test_average_refuses_quantised_weights(scheme: str, models: Mapping[str, Checkpoint]) -> None:
     with pytest.raises(UnsupportedError, match=r"quantised weight.* cannot be averaged"):

@@ -79,6 +79,8 @@ class PackedIntegers(Quantisation):
         _check_bits(self.bits)
         if len(self.shape) != 2 or self.scale not in _FLOATS:
             raise CodecError(f"a weight of the shape {list(self.shape)} is not packed with scales of {self.scale:.40}")
+        if self.order not in (None, "int32", "int64"):
+            raise CodecError(f"numbers of groups have the type {self.order}")
         if self.order is None and self.shape[1] % self.groups:
             raise CodecError(f"{self.shape[1]} columns are not {self.groups} groups of one size")
 

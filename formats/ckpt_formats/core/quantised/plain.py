@@ -298,14 +298,20 @@ class _Module:
             raise NotDecodable(f"has {count} scales along an axis of {length}, and no `weight_block_size` that fits")
         return usual or even or 1
 
+    def _ending(self, end: str) -> str:
+        name = next((own for own in self.names if own.endswith(end)), None)
+        if name is None:
+            raise NotDecodable(f"has no `{end}` ({printable(self.module.scheme)})")
+        return name
+
     def torchao(self) -> list[PlainWeight]:
-        codes = next(own for own in self.names if own.endswith("qdata"))
+        codes = self._ending("qdata")
         scales = codes.removesuffix("qdata") + "scale"
         self.only(codes, scales)
         return [self.weight("weight", lambda: self._scaled_codes(codes, scales), (codes, scales))]
 
     def int8_of_bitsandbytes(self) -> list[PlainWeight]:
-        scales = next(own for own in self.names if own.endswith("SCB"))
+        scales = self._ending("SCB")
         if "weight_format" in self.tensors and self.number("weight_format") != 0:
             raise NotDecodable("is stored in an order of a GPU: load and save it with bitsandbytes")
         self.only("weight", scales, "weight_format")
@@ -364,6 +370,8 @@ class _Module:
         parts = ("weight_packed", "weight_scale", "weight_global_scale")
         (shape, _), (overall, _) = self.form(parts[0]), self.form(parts[2])
         self.only(*parts)
+        if not shape:
+            raise NotDecodable("has codes that are no matrix")
         return [self.weight("weight", lambda: Nvfp4((*shape[:-1], 2 * shape[-1]), overall), parts)]
 
     def packed_integers(self) -> list[PlainWeight]:
