@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from ckpt_cli.options.combine import converted_experts
 from ckpt_cli.options.command import command, dry_run, resources
 from ckpt_cli.options.source import edits, renames, source
 from ckpt_cli.options.target import target
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 @target("universal")
 @edits
 @renames
+@converted_experts
 @dry_run
 @resources(scales_out=True)
 def convert(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Execution", as_json: bool) -> None:

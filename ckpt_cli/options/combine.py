@@ -13,6 +13,7 @@ from ckpt_cli.options.types import WeightsType, numbers
 from ckpt_formats.core.arguments import Decay
 
 if TYPE_CHECKING:
+    from ckpt.combine.convert_experts import ExpertLayout, GateUpRows
     from ckpt.combine.experts import ExpertAxes
     from ckpt_formats.core.checkpoint import Checkpoint
 
@@ -42,6 +43,16 @@ _EXPERT_AXES = click.option(
     "--expert-axes",
     type=click.Choice(["out-in", "in-out"]),
     help="How MODEL stores the weights of its experts. Needed only if they are square.",
+)
+_EXPERT_LORA = click.option(
+    "--expert-lora",
+    type=click.Choice(["per-expert", "peft", "stacked", "shared"]),
+    help="Of an adapter of PEFT: store its updates of experts in this layout.",
+)
+_GATE_UP = click.option(
+    "--gate-up",
+    type=click.Choice(["halves", "in-turn"]),
+    help="How one matrix has the rows of gate and up, if --expert-lora splits or joins them.",
 )
 
 
@@ -94,6 +105,28 @@ def merged_lora(command: F) -> F:
 
     grouped = with_options(combined, _SCALE, _EXPERT_AXES, group="Merge")
     return cast(F, source("model", "adapter")(grouped))
+
+
+def converted_experts(command: F) -> F:
+    """`--expert-lora` and `--gate-up`; the command gets the adapter in the other layout as `source`."""
+
+    @wraps(command)
+    def converted(
+        *args: Any,
+        source: "Checkpoint",
+        expert_lora: "ExpertLayout | None",
+        gate_up: "GateUpRows | None",
+        **arguments: Any,
+    ) -> Any:
+        if gate_up is not None and expert_lora is None:
+            raise click.UsageError("--gate-up is about the layout of --expert-lora: give --expert-lora, too.")
+        if expert_lora is not None:
+            from ckpt.combine import convert_lora
+
+            source = convert_lora(source, expert_lora, gate_up)
+        return command(*args, source=source, **arguments)
+
+    return cast(F, with_options(converted, _EXPERT_LORA, _GATE_UP, group="Edits"))
 
 
 def _weights(count: int, weights: tuple[float, ...] | None, decay: float | None) -> list[float] | None:

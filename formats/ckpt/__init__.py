@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ckpt.chains.compact import Retention
     from ckpt.chains.trials import Evaluation
     from ckpt.chains.write import DeltaPolicy
-    from ckpt.combine import average, ema_weights, merge_lora
+    from ckpt.combine import average, convert_lora, ema_weights, merge_lora
     from ckpt.compare import diff
     from ckpt.copying.copy import Copy, copy
     from ckpt.copying.follow import follow_copy, update_copy
@@ -55,6 +55,7 @@ _NAMES = {
     "ckpt.chains.write": ("DeltaPolicy",),
     "ckpt.combine": (
         "average",
+        "convert_lora",
         "ema_weights",
         "merge_lora",
     ),
@@ -144,6 +145,7 @@ __all__ = [
     "WritableFormat",
     "average",
     "clean",
+    "convert_lora",
     "copy",
     "diff",
     "ema_weights",

@@ -241,3 +241,22 @@ def test_damage_in_any_source_is_reported(models: list[Path], tmp_path: Path) ->
     assert done.code == 20
     assert str(damaged) in done.err
     assert not (tmp_path / "mean").exists()
+
+
+# ckpt convert --expert-lora
+
+
+def test_updates_of_experts_are_written_in_another_layout(tmp_path: Path) -> None:
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    adapter, target = write_adapter(tmp_path / "adapter", target_parameters=["experts.gate_up_proj"]), tmp_path / "new"
+    module = "base_model.model.layers.0.mlp.experts"
+    a, b = np.arange(12, dtype=np.float32).reshape(4, 3), np.arange(24, dtype=np.float32).reshape(6, 4)
+    save_file({f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}, adapter / "adapter_model.safetensors")
+    done = ckpt("convert", adapter, target, "--to", "hf", "--expert-lora", "per-expert")
+    assert "State it: --gate-up in-turn for GPT-OSS" in done.err
+    assert done.code != 0
+    assert ckpt("convert", adapter, target, "--to", "hf", "--gate-up", "halves").code == 2
+    done = ckpt("convert", adapter, target, "--to", "hf", "--expert-lora", "per-expert", "--gate-up", "in-turn")
+    assert done.code == 0, done.err
+    assert tensor(target, f"{module}.1.up_proj.lora_B.weight").tolist() == b[1::2, 1::2].tolist()
+    assert tensor(target, f"{module}.1.up_proj.lora_A.weight").tolist() == a[2:].tolist()

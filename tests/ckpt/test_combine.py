@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.combine import average, ema_weights, merge_lora
+from ckpt.combine import average, convert_lora, ema_weights, merge_lora
 from ckpt.combine.average_blob import round_once
 from ckpt.combine.merged_blob import matmul_in_order, merged_blob
 from ckpt.job import save
@@ -674,9 +674,10 @@ def test_a_float32_model_is_what_peft_merges_bit_by_bit(trained: Build, variant:
     ids=["gpt_oss", "square", "qwen3_moe", "one"],
 )
 def test_experts_by_target_parameters_are_what_peft_merges(
-    trained: Build, kind: str, sizes: dict[str, int], names: list[str]
+    trained: Build, kind: str, sizes: dict[str, int], names: list[str], tmp_path: Path
 ) -> None:
-    """Of stacks whose rows of gate and up are in turn, and of files with one weight for each expert."""
+    """Of stacks whose rows of gate and up are in turn, and of files with one weight for each expert. PEFT loads what
+    ckpt converts, and merges it to the same bits."""
     targets = [f"mlp.experts.{name}" for name in names]
     options = {"r": 4, "lora_alpha": 6, "alpha_pattern": {r".*1\.mlp\.experts\.down_proj": 5}}
     base, adapter = trained(mixture(kind, **sizes), target_modules=["q_proj"], target_parameters=targets, **options)
@@ -684,6 +685,11 @@ def test_experts_by_target_parameters_are_what_peft_merges(
     arrays = with_stacked_experts({name: values(result, name) for name in result.parameters})
     original = with_stacked_experts({name: values(base, name) for name in base.parameters})
     compare(checkpoint(arrays), expected)
+    gate_up: Any = "in-turn" if kind == "gpt_oss" else "halves"
+    back = convert_lora(convert_lora(adapter, "per-expert", gate_up), "peft", gate_up)
+    save(back, tmp_path / "back", writable("hf"))
+    merged_again = merged_by_peft(base, open_checkpoint(tmp_path / "back"))
+    assert {name: bits(x) for name, x in merged_again.items()} == {name: bits(x) for name, x in expected.items()}
     for name in expected:
         is_target = "q_proj.weight" in name or any(name.endswith(f".experts.{target}") for target in names)
         assert (bits(arrays[name]) != bits(original[name])) == is_target

@@ -82,6 +82,9 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     low, high = (random.normal(size=shape).astype(np.float32) for shape in ((2, 32), (256, 2)))
     arrays = {"head.lora_A.weight": low, "head.lora_B.weight": high}
     write_adapter(tmp_path / "adapter", arrays, lora_alpha=4, r=2)
+    shapes = {"lora_A": (6, 8), "lora_B": (16, 6)}
+    experts = {f"0.mlp.experts.{name}.weight": np.ones(shape, np.float32) for name, shape in shapes.items()}
+    write_adapter(tmp_path / "experts-adapter", experts, lora_alpha=4, r=2, target_parameters=["experts.gate_up_proj"])
     shutil.copytree(SAMPLES / "recorded-1" / "run.chain", tmp_path / "recorded.chain")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -3,17 +3,17 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
-from ckpt.combine import merge_lora
+from ckpt.combine import convert_lora, merge_lora
 from ckpt.combine.merged_blob import matmul_in_order
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
-from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, read
 from held import bits, parameter
 from held import checkpoint as held_checkpoint
@@ -335,3 +335,130 @@ def test_order_of_parameters_that_shapes_do_not_tell_is_refused() -> None:
 def test_other_axes_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="out-in or in-out"):
         merge_lora(model("stacks"), adapters(A, B)["stacked"], expert_axes="both")  # type: ignore[arg-type]
+
+
+# --- conversion ---
+
+Layout = Literal["per-expert", "peft", "stacked", "shared"]
+LAYOUTS: tuple[Layout, ...] = ("per-expert", "peft", "stacked")
+
+
+def contents(one: Checkpoint) -> dict[str, tuple[str, Shape, bytes]]:
+    return {name: bits(read(parameter.weight)) for name, parameter in one.parameters.items()}
+
+
+def fused(in_turn: bool = False) -> tuple[Arrays, Arrays]:
+    """A and B of the projections of PEFT: gate and up have one A."""
+    b = {"gate_up_proj": joined(B["gate_proj"], B["up_proj"], in_turn), "down_proj": B["down_proj"]}
+    return {"gate_up_proj": A["gate_proj"], "down_proj": A["down_proj"]}, b
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", ["per expert", "peft", "stacked"])
+def test_converted_adapter_merges_to_the_same_bits(source: str, target: Layout, in_turn: bool) -> None:
+    gate_up: Any = "in-turn" if in_turn else "halves"
+    one = adapters(*fused(in_turn))[source]
+    converted = convert_lora(one, target, gate_up)
+    base = model("gpt_oss" if in_turn else "out-in")
+    assert contents(merge_lora(base, converted)) == contents(merge_lora(base, one))
+    for name, tensor in ((name, one.weight) for name, one in converted.parameters.items()):
+        box = Box(tuple(n // 3 for n in tensor.shape), tuple(n - n // 4 for n in tensor.shape))
+        assert bits(read(tensor.crop(box))) == bits(read(tensor)[box.index]), name
+    again = convert_lora(converted, "peft", gate_up)
+    assert contents(again) == contents(adapters(*fused(in_turn))["peft"])
+    assert again.extras["hf/adapter_config.json"]["target_parameters"] == [
+        f"{ROOT}.down_proj",
+        f"{ROOT}.gate_up_proj",
+    ]
+
+
+def test_converted_layouts_are_those_of_their_definitions() -> None:
+    a, b = fused()
+    apart = {"gate_proj": a["gate_up_proj"], "up_proj": a["gate_up_proj"], "down_proj": a["down_proj"]}
+    written = adapters(a, b)
+    assert contents(convert_lora(written["peft"], "stacked")) == contents(written["stacked"])
+    assert contents(convert_lora(written["stacked"], "peft")) == contents(written["peft"])
+    assert contents(convert_lora(written["peft"], "per-expert", "halves")) == contents(adapters(apart, B)["per expert"])
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_gate_and_up_with_different_a_are_joined_with_zeros_in_b(in_turn: bool) -> None:
+    one = adapters(A, B)["per expert"]
+    converted = convert_lora(one, "peft", "in-turn" if in_turn else "halves")
+    config = converted.extras["hf/adapter_config.json"]
+    assert config["rank_pattern"] == {f"{ROOT}.gate_up_proj": 2 * RANK}
+    assert config["alpha_pattern"] == {f"{ROOT}.gate_up_proj": 6}
+    assert converted.parameters[f"{PEFT}.base_layer.lora_A.weight"].weight.shape == (EXPERTS * 2 * RANK, HIDDEN)
+    base = model("gpt_oss" if in_turn else "in-out")
+    assert contents(merge_lora(base, converted)) == contents(merge_lora(base, one))
+
+
+def test_shared_layout_stores_equal_matrices_once() -> None:
+    a = {name: np.repeat(one[:1], EXPERTS, 0) for name, one in A.items()}
+    one = adapters(a, B)["per expert"]
+    converted = convert_lora(one, "shared")
+    assert {name.rpartition("lora_")[2]: len(x.weight.shape) for name, x in converted.parameters.items()} == {
+        "A.weight": 2,
+        "B.weight": 3,
+    }
+    for base in (model("singles"), model("gpt_oss")):
+        assert contents(merge_lora(base, converted)) == contents(merge_lora(base, one))
+    assert contents(convert_lora(converted, "per-expert")) == contents(one)
+    both = adapters(a, {name: np.repeat(one[:1], EXPERTS, 0) for name, one in B.items()})["stacked"]
+    assert contents(merge_lora(model("singles"), convert_lora(both, "shared"))) == contents(
+        merge_lora(model("singles"), both)
+    )
+
+
+def test_rank_and_scale_of_patterns_are_those_of_the_new_names() -> None:
+    one = adapters(*fused())["peft"]
+    config = one.extras["hf/adapter_config.json"]
+    patterns = {"alpha_pattern": {r"experts\.gate_up_proj": 5}, "rank_pattern": {"gate_up_proj": RANK}, "r": 7}
+    one = replace(one, extras={"hf/adapter_config.json": {**config, **patterns, "rank_pattern": {".*_proj": RANK}}})
+    converted = convert_lora(one, "per-expert", "halves")
+    assert contents(merge_lora(model("out-in"), converted)) == contents(merge_lora(model("out-in"), one))
+
+
+def test_all_else_of_a_converted_adapter_stays() -> None:
+    more = {
+        "layers.0.q_proj.lora_A": numbers(1, 2, 2),
+        "layers.0.q_proj.lora_B": numbers(2, 2, 2),
+        "head": numbers(3, 2),
+    }
+    one = with_arrays(adapters(*fused())["peft"], {f"base_model.model.{name}.weight": x for name, x in more.items()})
+    config = {**one.extras["hf/adapter_config.json"], "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1}
+    one = replace(one, extras={"hf/adapter_config.json": config})
+    stacked = convert_lora(one, "stacked")
+    assert {name for name in stacked.parameters if "experts" not in name} == {
+        f"base_model.model.{name}.weight" for name in more
+    }
+    result = stacked.extras["hf/adapter_config.json"]
+    assert (result["lora_dropout"], result["target_modules"]) == (0.1, ["q_proj", "down_proj", "gate_up_proj"])
+    assert convert_lora(stacked, "peft").extras["hf/adapter_config.json"]["target_modules"] == ["q_proj"]
+
+
+def test_conversion_refuses_what_it_would_have_to_guess() -> None:
+    written, by_peft = adapters(A, B), adapters(*fused())["peft"]
+    with pytest.raises(UnsupportedError, match="in turn or as two halves"):
+        convert_lora(by_peft, "per-expert")
+    with pytest.raises(UnsupportedError, match="in turn or as two halves"):
+        convert_lora(written["stacked"], "peft")
+    with pytest.raises(UnsupportedError, match="share neither A nor B"):
+        convert_lora(written["stacked"], "shared")
+    scaled = adapter({}, alpha_pattern={"gate_proj": 5}).extras
+    with pytest.raises(UnsupportedError, match="gate and up have different A, and no update of rank 4"):
+        convert_lora(replace(written["stacked"], extras=scaled), "peft", "halves")
+    with pytest.raises(UnsupportedError, match="for some experts only"):
+        convert_lora(without(written["per expert"], r"experts\.1\.up_proj"), "stacked")
+    with pytest.raises(UnsupportedError, match="has one of gate_proj and up_proj"):
+        convert_lora(without(written["stacked"], "up_proj"), "peft", "halves")
+    with pytest.raises(UnsupportedError, match="is unknown"):
+        convert_lora(adapters({n: A[n] for n in ("gate_proj", "up_proj")}, B)["peft"], "stacked")
+    with pytest.raises(UnsupportedError, match="has no updates of experts"):
+        convert_lora(adapter({"q_proj.lora_A": numbers(1, 2, 2), "q_proj.lora_B": numbers(2, 2, 2)}), "stacked")
+    shared = {f"{ROOT}.w2.lora_A": A["down_proj"][0], f"{ROOT}.w2.lora_B": B["down_proj"][0]}
+    with pytest.raises(UnsupportedError, match="do not state how many"):
+        convert_lora(adapter(shared), "stacked")
+    with pytest.raises(InvalidArgumentError, match="a layout is one of"):
+        convert_lora(by_peft, "other")  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ What a block's values are does not depend on how the tensor is cut into blocks.
 """
 
 from ckpt.combine.average import Average, average, ema_weights
+from ckpt.combine.convert_experts import ConvertExperts, convert_lora
 from ckpt.combine.lora import MergeLora, merge_lora
 
-__all__ = ["Average", "MergeLora", "average", "ema_weights", "merge_lora"]
+__all__ = ["Average", "ConvertExperts", "MergeLora", "average", "convert_lora", "ema_weights", "merge_lora"]

@@ -1,12 +1,17 @@
 """A LoRA adapter of PEFT: its configuration and its tensors, sorted."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ckpt.combine.sources import some_names
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, IncompleteError, NotFoundError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsupportedError
+from ckpt_formats.core.name_patterns import match_start
+from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
@@ -15,7 +20,7 @@ _ADAPTER_CONFIG = "hf/adapter_config.json"
 _LORA_NAME = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
 )
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 BASE_LAYER = ".base_layer."
 _USED = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out"}
 _USED |= {"modules_to_save", "bias", "init_lora_weights", "target_parameters"}
@@ -62,7 +67,7 @@ def adapter_tensors(adapter: Checkpoint) -> tuple[dict[str, Update], dict[str, T
     for stored, parameter in adapter.parameters.items():
         if parameter.role == "extra":
             continue
-        name = stored.removeprefix(_PREFIX)
+        name = stored.removeprefix(PREFIX)
         match = _LORA_NAME.fullmatch(name)
         if match is not None:
             updates.setdefault(match["module"], {})[match["kind"]] = parameter.weight
@@ -76,6 +81,12 @@ def adapter_tensors(adapter: Checkpoint) -> tuple[dict[str, Update], dict[str, T
     if not updates and not full:
         raise IncompleteError("the adapter holds no tensors", where=adapter.path)
     return updates, full
+
+
+def lora_module(stored: str) -> str | None:
+    """The module that a tensor of an adapter updates, without PEFT's prefix; None if it is none of an update."""
+    match = _LORA_NAME.fullmatch(stored.removeprefix(PREFIX))
+    return None if match is None else match["module"]
 
 
 @dataclass(frozen=True)
@@ -130,3 +141,29 @@ def refusal(adapter: Checkpoint, message: str, hint: str = "Merge it with PEFT's
 
 def shown(value: Value) -> str:
     return printable(repr(value)[:60])
+
+
+def pattern_value(adapter: Checkpoint, config: Mapping[str, Value], patterns: str, default: str, module: str) -> float:
+    """The number that the first fitting pattern gives to a module, as in PEFT's `get_pattern_key`.
+
+    patterns, default: the entries of the configuration, such as `rank_pattern` and `r`. Raises `CorruptError` for what
+    is no number.
+    """
+    table = config.get(patterns) or {}
+    value = config.get(default)
+    if not isinstance(table, dict):
+        raise CorruptError(f"`{patterns}` is not a table", where=adapter.path)
+    for pattern, number in table.items():
+        if match_start(_module_pattern(pattern, f"{adapter.path}: {patterns}"), module):
+            value = number
+            break
+    with suppress(OverflowError):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            return value
+    raise CorruptError(f"`{default}` is not a number: {shown(value)}", where=adapter.path)
+
+
+@lru_cache(4096)
+def _module_pattern(pattern: str, origin: str) -> str:
+    """A key of `rank_pattern` or `alpha_pattern` as PEFT reads it. Raises `RulesError` or `UnsafeError`."""
+    return safe_pattern(rf"(.*\.)?({pattern})$", origin)

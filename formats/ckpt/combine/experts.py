@@ -34,8 +34,8 @@ ExpertAxes = Literal["out-in", "in-out"]
 
 _PLACE = re.compile(r"(?P<root>(?:.+\.)?experts)\.(?:(?P<expert>\d{1,6})\.)?(?P<projection>[^.\d][^.]*)")
 _BASE_LAYER = ".base_layer"
-_GATE_AND_UP = (("gate_proj", "up_proj"), ("w1", "w3"))
-_GATE_UP = "gate_up_proj"
+GATE_AND_UP = (("gate_proj", "up_proj"), ("w1", "w3"))
+GATE_UP = "gate_up_proj"
 _MAX_PARAMETERS = 6
 """Of one module that PEFT updates: all orders of them are compared with the shapes."""
 _DOWN = ("down_proj", "w2")
@@ -106,7 +106,7 @@ class ExpertModule:
 
 
 def expert_modules(
-    adapter: Checkpoint, updates: Mapping[str, Update], config: Mapping[str, Value], base: Checkpoint
+    adapter: Checkpoint, updates: Mapping[str, Update], config: Mapping[str, Value], base: Checkpoint | None = None
 ) -> tuple[dict[str, ExpertModule], dict[str, Update]]:
     """What an adapter has for experts, by the name of their module in the adapter, such as `layers.0.mlp.experts`; and
     all other updates by module. Experts that the model stores one by one under the same names are among the others.
@@ -126,8 +126,8 @@ def expert_modules(
             wrapped[root][depth] = _update(adapter, module, update, flattened=True)
             continue
         match = _PLACE.fullmatch(module)
-        ends = _ends(base) if ends is None and match is not None else ends
-        if match is None or ends is None or {f"{module}.weight", f"{module.partition('.')[2]}.weight"} & ends:
+        ends = _ends(base) if ends is None else ends
+        if match is None or {f"{module}.weight", f"{module.partition('.')[2]}.weight"} & ends:
             others[module] = update
             continue
         one = _update(adapter, module, update)
@@ -177,10 +177,10 @@ def _update(adapter: Checkpoint, module: str, update: Update, flattened: bool = 
     return ExpertUpdate(module, a, b, flattened)
 
 
-def _ends(base: Checkpoint) -> set[str]:
+def _ends(base: Checkpoint | None) -> set[str]:
     """All names of weights of experts, also without some of their first parts."""
     ends = set()
-    for name in (*base.parameters, *base.aliases):
+    for name in () if base is None else (*base.parameters, *base.aliases):
         while "experts." in name:
             ends.add(name)
             name = name.partition(".")[2]
@@ -251,13 +251,13 @@ class StoredExperts:
         """The weights that an update of a projection changes; none if the model has no such projection."""
         if weights := self.weights(root, projection):
             return (ExpertTarget(weights),)
-        if projection == _GATE_UP:
-            for names in _GATE_AND_UP:
+        if projection == GATE_UP:
+            for names in GATE_AND_UP:
                 parts = [self.weights(root, name) for name in names]
                 if all(part is not None for part in parts):
                     return tuple(ExpertTarget(part, i) for i, part in enumerate(parts) if part is not None)
-        for names in _GATE_AND_UP:
-            if projection in names and (weights := self.weights(root, _GATE_UP)):
+        for names in GATE_AND_UP:
+            if projection in names and (weights := self.weights(root, GATE_UP)):
                 return (ExpertTarget(weights, None, names.index(projection)),)
         if projection in _DOWN:
             other = _DOWN[1 - _DOWN.index(projection)]

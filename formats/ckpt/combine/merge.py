@@ -2,19 +2,15 @@
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 
-from ckpt.combine.adapter import BASE_LAYER, MODEL_TYPES, PrefixChange, Update, refusal, shown
+from ckpt.combine.adapter import BASE_LAYER, MODEL_TYPES, PrefixChange, Update, pattern_value, refusal
 from ckpt.combine.merged_blob import merged_blob
 from ckpt.combine.sources import holder, some_names
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import DType, is_float
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
-from ckpt_formats.core.name_patterns import match_start
-from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.tensor import CastBlob, ComputedBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
@@ -120,8 +116,8 @@ class LoraMerge:
 
     def module_scale(self, module: str, rank: int) -> float:
         """The factor of `B @ A`: `lora_alpha / r`, or `lora_alpha / sqrt(r)` for rsLoRA, times the user's factor."""
-        stated = self._pattern_value("rank_pattern", "r", module)
-        alpha = self._pattern_value("alpha_pattern", "lora_alpha", module)
+        stated = pattern_value(self.adapter, self.config, "rank_pattern", "r", module)
+        alpha = pattern_value(self.adapter, self.config, "alpha_pattern", "lora_alpha", module)
         if stated != rank or rank < 1:
             raise refusal(
                 self.adapter,
@@ -129,21 +125,6 @@ class LoraMerge:
             )
         # The order of operations is that of PEFT's `set_scale`.
         return self.scale * alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
-
-    def _pattern_value(self, patterns: str, default: str, module: str) -> float:
-        """The number that the first fitting pattern gives to a module, as in PEFT's `get_pattern_key`."""
-        table = self.config.get(patterns) or {}
-        value = self.config.get(default)
-        if not isinstance(table, dict):
-            raise CorruptError(f"`{patterns}` is not a table", where=self.adapter.path)
-        for pattern, number in table.items():
-            if match_start(_module_pattern(pattern, f"{self.adapter.path}: {patterns}"), module):
-                value = number
-                break
-        with suppress(OverflowError):
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-                return value
-        raise CorruptError(f"`{default}` is not a number: {shown(value)}", where=self.adapter.path)
 
     def _is_transposed(self, name: str, weight: Tensor, a: Tensor, b: Tensor, is_embedding: bool) -> bool:
         """Is the weight stored as (in, out)?
@@ -181,12 +162,6 @@ class LoraMerge:
         if len(layouts) > 1:
             raise refusal(self.adapter, f"`{printable(name)}` is square: whether it is stored as (in, out) is unknown")
         return layouts.pop() if layouts else bool(self.config.get("fan_in_fan_out"))
-
-
-@lru_cache(4096)
-def _module_pattern(pattern: str, origin: str) -> str:
-    """A key of `rank_pattern` or `alpha_pattern` as PEFT reads it. Raises `RulesError` or `UnsafeError`."""
-    return safe_pattern(rf"(.*\.)?({pattern})$", origin)
 
 
 def _as_type(name: str, tensor: Tensor, dtype: DType) -> Tensor:
