@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from ckpt_training.engines.run import TrackedRun, clean_name, renamed, reshard
 from ckpt_training.published_weights import Names, agree_on_weights
 from ckpt_training.run_steps import RunSteps
 from ckpt_training.save_plan import SavedShard
-from ckpt_training.snapshot import Snapshot, SnapshotTask, SnapshotThread
+from ckpt_training.snapshot import Snapshot, SnapshotContext, SnapshotTask, SnapshotThread
 from ckpt_training.writing.publish_orders import MISSED, MODULE, BeginPublish, Mode, NoteOccasion, PublishSettings
 from ckpt_training.writing.ring import Ring
 
@@ -71,7 +70,7 @@ class PublishResult:
     cpu_seconds: float
 
 
-class Publisher:
+class Publisher(SnapshotContext):
     """Publishes the weights of a run while it trains. A context manager, which waits for the last step at its end.
 
     Attributes:
@@ -210,20 +209,6 @@ class Publisher:
         except BaseException:
             self._thread.close(0.0)
             raise
-
-    def __enter__(self) -> "Publisher":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def waited(self) -> float:
-        return self._thread.waited
-
-    @property
-    def writer_pid(self) -> int | None:
-        return self._thread.pid
 
     def publish(self, step: int) -> None:
         """Publish the weights as they are now as `step`, unless an earlier step is on its way on some rank.

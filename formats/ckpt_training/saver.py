@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -36,7 +35,7 @@ from ckpt_training.plain_notes import OPTIMIZER_ENTRIES, extra_name, plain_note
 from ckpt_training.random_states import RandomStates
 from ckpt_training.run_shards import is_of_elements
 from ckpt_training.save_plan import SavedShard, agree
-from ckpt_training.snapshot import Snapshot, SnapshotThread
+from ckpt_training.snapshot import Snapshot, SnapshotContext, SnapshotThread
 from ckpt_training.writing.rank_notes import RankNotes
 from ckpt_training.writing.ring import Ring
 from ckpt_training.writing.save_orders import BeginSave, DropSave, SaveSettings, is_chain, path_of_step, row_of_box
@@ -111,7 +110,7 @@ class SaveHandle:
         return error if is_new else None
 
 
-class Saver:
+class Saver(SnapshotContext):
     """Saves a run while it trains. A context manager, which waits for the last save at its end.
 
     Attributes:
@@ -194,20 +193,6 @@ class Saver:
         self._unclosed.atexit = False
         wait = self._thread.wait_copied
         self._hooks = [one.register_step_pre_hook(lambda *_: wait()) for one in self._run.optimizers]
-
-    def __enter__(self) -> "Saver":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def waited(self) -> float:
-        return self._thread.waited
-
-    @property
-    def writer_pid(self) -> int | None:
-        return self._thread.pid
 
     def save(self, step: int) -> SaveHandle:
         """Save the state after an update as `step`. All ranks must do so, without waiting for each other.

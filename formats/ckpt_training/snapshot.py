@@ -8,9 +8,11 @@ import json
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -348,3 +350,30 @@ def _blocks(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
         return
     for row in tensor:
         yield from _blocks(row, size)
+
+
+C = TypeVar("C", bound="SnapshotContext")
+
+
+class SnapshotContext(ABC):
+    """A context manager whose snapshots a `SnapshotThread` copies: what `Saver` and `Publisher` share."""
+
+    _thread: SnapshotThread
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the work."""
+
+    @property
+    def waited(self) -> float:
+        return self._thread.waited
+
+    @property
+    def writer_pid(self) -> int | None:
+        return self._thread.pid

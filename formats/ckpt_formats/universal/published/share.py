@@ -115,3 +115,19 @@ def decode_chunk(data: bytes | memoryview, before: Array | None, out: Array, whe
         single_state.decode_chunk(data, before, out)
     except CodecError as error:
         raise CorruptError(f"a chunk cannot be decoded: {error}", where=where) from None
+
+
+def read_chunk_changes(data: bytes | memoryview, before: Array, out: Array, where: Path) -> Array:
+    """As `decode_chunk` of a delta, into another array than `before`. Returns where values change: (k,) int64, rising.
+
+    Not of complex numbers. Raises as `decode_chunk`.
+    """
+    out[...] = before
+    if not len(data):
+        return np.empty(0, np.int64)
+    try:
+        indices, bits = single_state.read_changes(data, before)
+    except CodecError as error:
+        raise CorruptError(f"a chunk cannot be decoded: {error}", where=where) from None
+    out.view(bits.dtype)[indices] = bits
+    return indices
