@@ -11,7 +11,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, slabs
 from ckpt_formats.core.tensor import Array, Blob, BlockBlob, Tensor, read
 
-_MAX_ELEMENTS = 1 << 18
+_ELEMENTS = 1 << 18
 """Values that are computed at once, with all values of their rows: what lies between them may have to be read."""
 
 
@@ -37,7 +37,7 @@ class QuantisedBlob(BlockBlob):
         """Fill `out`: (shape) of `dtype`. Raises `CorruptError` if codes or scales have values that cannot be."""
         rest = prod(self.shape[1:])
         widened = prod(self.quantisation.shape[1:])
-        size = max(1, _MAX_ELEMENTS * rest // max(widened, 1))
+        size = max(1, _ELEMENTS * rest // max(widened, 1))
         for slab in slabs(self.shape, size):
             box = slab.shift(self.box.start)
             pairs = zip(self.stored, self._boxes(box), strict=True)

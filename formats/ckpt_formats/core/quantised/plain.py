@@ -88,17 +88,17 @@ class PlainModel:
     def notices(self) -> tuple[Notice, ...]:
         """What the user should know of weights that are written as plain ones."""
         schemes = dict.fromkeys(one.scheme for one in self.weights)
-        found = [
+        notices = [
             Notice(f"dequantised from {printable(scheme)}: {len(names):,} weight{'s' * (len(names) != 1)}", names)
             for scheme in schemes
             for names in [tuple(one.name for one in self.weights if one.scheme == scheme)]
         ]
         for remark in dict.fromkeys(one.remark for one in self.weights if one.remark):
             names = tuple(one.name for one in self.weights if one.remark == remark)
-            found.append(Notice(remark, names, Weight.UNSURE))
+            notices.append(Notice(remark, names, Weight.UNSURE))
         if self.unused:
-            found.append(Notice("left out, since plain weights do not need them", self.unused))
-        return tuple(found)
+            notices.append(Notice("left out, since plain weights do not need them", self.unused))
+        return tuple(notices)
 
 
 def plain_model(source: Checkpoint) -> PlainModel:
@@ -116,12 +116,12 @@ def plain_model(source: Checkpoint) -> PlainModel:
             continue
         own = _Module(source, module, table)
         try:
-            found = own.weights()
+            in_module = own.weights()
         except NotDecodable as error:
             failures[module.module or module.parts[0]] = str(error)
             continue
-        weights += found
-        used = {name for one in found for name in one.parts}
+        weights += in_module
+        used = {name for one in in_module for name in one.parts}
         unused += [name for name in module.parts if name not in used and name not in own.read]
     return PlainModel(tuple(weights), tuple(unused), failures)
 
@@ -242,7 +242,7 @@ class _Module:
 
     def scaled(self) -> list[PlainWeight]:
         """Codes of one byte with a scale each: FP8 and INT8."""
-        found: list[PlainWeight] = []
+        weights: list[PlainWeight] = []
         known: list[str] = []
         for own, tensor in self.tensors.items():
             if tensor.dtype.name not in CODES or "scale" in own or "zero" in own:
@@ -254,11 +254,11 @@ class _Module:
             zeros = f"{own}_zero_point" if f"{own}_zero_point" in self.tensors else None
             parts = (own, scales) if zeros is None else (own, scales, zeros)
             known += parts
-            found.append(self.weight(own, partial(self._scaled_codes, *parts), parts))
-        if not found:
+            weights.append(self.weight(own, partial(self._scaled_codes, *parts), parts))
+        if not weights:
             raise NotDecodable(f"is of a scheme that ckpt does not decode ({printable(self.module.scheme)})")
         self.only(*known)
-        return found
+        return weights
 
     def _scaled_codes(self, codes: str, scales: str, zeros: str | None = None, factor: float | None = None) -> Any:
         (shape, code), (scale_shape, scale) = self.form(codes), self.form(scales)
@@ -354,7 +354,7 @@ class _Module:
         return value if isinstance(value, dict) else {}
 
     def mxfp4(self) -> list[PlainWeight]:
-        found: list[PlainWeight] = []
+        weights: list[PlainWeight] = []
         known: list[str] = []
         for own in self.names:
             if own.endswith("_blocks"):
@@ -362,9 +362,9 @@ class _Module:
                 parts = (own, f"{stem}_scales")
                 known += parts
                 (*rest, rows, groups, _), _ = self.form(own) if len(self.form(own)[0]) > 2 else ((0, 0, 0), "")
-                found.append(self.weight(stem, partial(Mxfp4, (*rest, groups * 32, rows)), parts))
+                weights.append(self.weight(stem, partial(Mxfp4, (*rest, groups * 32, rows)), parts))
         self.only(*known)
-        return found
+        return weights
 
     def nvfp4(self) -> list[PlainWeight]:
         parts = ("weight_packed", "weight_scale", "weight_global_scale")
