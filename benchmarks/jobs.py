@@ -1,9 +1,11 @@
 """Loads into live jobs, beside the engines' own: `jobs.py [PART ...] [--rounds 5] [--json FILE]`.
 
     ranks      a load of 16,384 ranks and 1,000 parameters, simulated: seconds, and bytes that a rank receives
+    inference  a Llama in bf16 into CPU memory, beside other readers: CPU seconds, memory
     loads      FSDP2, ZeRO 3 and a plain model with Adam, 40 M parameters: CPU seconds, memory and bytes of a rank
 
-All ways of `loads` run in turn, in random order, on one thread for each rank, from the page cache; figures are medians.
+All ways of `inference` and `loads` run in turn, in random order, on one thread for each rank, from the page cache;
+figures are medians.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from typing import Any
 
 import job_loads
 import job_ranks
+import job_weights
 from forked import ENVIRONMENT
 
-PARTS = ("loads", "ranks")
+PARTS = ("inference", "loads", "ranks")
 
 
 def main() -> None:
@@ -45,6 +48,11 @@ def main() -> None:
                 print(f"{4 * options.layers * options.width**2 / 1e6:.0f} M parameters")
                 print(f"{job_loads.table(rows)}\n", flush=True)
                 results[part] = rows
+            elif part == "inference":
+                below = folder / "inference"
+                below.mkdir(exist_ok=True)
+                results[part] = job_weights.run(below, options.rounds, options.layers, options.width, options.only)
+                print(f"{job_weights.table(results[part])}\n", flush=True)
             else:
                 results[part] = job_ranks.run(folder, options.ranks, options.parameters)
                 print(f"{job_ranks.table(results[part])}\n", flush=True)

@@ -126,6 +126,19 @@ def test_save_and_load_give_the_state_dict_back(tmp_path: Path) -> None:
     assert zeros["lr_scheduler"] == state["lr_scheduler"]
 
 
+def test_step_of_a_tensor_and_names_that_begin_with_numbers(tmp_path: Path) -> None:
+    def state(rate: float, step: int) -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        own = torch.optim.AdamW(model.parameters(), rate)
+        flat = get_optimizer_state_dict(model, own, options=StateDictOptions(flatten_optimizer_state_dict=True))
+        return {**model.state_dict(), "optimizer": flat, "train_state": {"step": torch.tensor(step)}}
+
+    save(state(0.25, 7), CkptWriter(tmp_path / "own"))
+    dcp.load(loaded := state(0.5, 0), storage_reader=CkptReader(tmp_path / "own"))
+    assert ckpt.open(tmp_path / "own").step == int(loaded["train_state"]["step"]) == 7
+    assert loaded["optimizer"]["param_groups.0.weight.lr"] == loaded["optimizer"]["param_groups.1.bias.lr"] == 0.25
+
+
 def test_async_save_publishes(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     try:

@@ -146,11 +146,14 @@ class StoredEntries:
 
     def _options(self, rest: str, prefix: str) -> Iterator[GroupOption]:
         number, _, option = rest.partition(".")
-        if number.isascii() and number.isdigit() and len(number) < 10 and self.source.groups:
+        is_number = number.isascii() and number.isdigit() and len(number) < 10 and bool(self.source.groups)
+        if is_number and "." not in option:
             yield GroupOption(int(number), option, prefix)
-        for name, option in _splits(rest):
+        for name, of_name in _splits(rest):
             if self._parameter(name) is not None and self.options.of(name):
-                yield GroupOption(name, option, prefix)
+                yield GroupOption(name, of_name, prefix)
+        if is_number and "." in option:  # names may begin with a number, too: `0.weight.lr`
+            yield GroupOption(int(number), option, prefix)
 
     def _state(self, parameter: Parameter, state: str) -> Tensor | Value:
         if state in parameter.states:

@@ -153,10 +153,11 @@ class CkptWriter(StorageWriter):
             for item in plan.items
             if item.type is WriteItemType.BYTE_IO
         }
+        counts = _counts(plan.items, planner, own)
         receipt, tag = write_pack(own.folder, lambda folder: _write(folder, plan.items, planner, own, self._codec))
         data = receipt.to_bytes()
         future = Future[list[WriteResult]]()
-        future.set_result([WriteResult(MetadataIndex(""), len(data), (data, tag, json.dumps(values)))])
+        future.set_result([WriteResult(MetadataIndex(""), len(data), (data, tag, json.dumps([values, counts])))])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -166,21 +167,30 @@ class CkptWriter(StorageWriter):
         assert form is not None
         target = Path(unpublished.folder)
         try:
-            receipts, tags, values = list[PackReceipt](), list[str](), dict[str, Value]()
+            receipts, tags, values, counts = list[PackReceipt](), list[str](), dict[str, Value](), dict[str, int]()
             for result in results:
                 receipt, tag, text = result[0].storage_data
                 receipts.append(PackReceipt.from_bytes(receipt, target))
                 tags.append(tag)
-                values |= {key: decode(value, target) for key, value in json.loads(text).items()}
+                own_values, own_counts = json.loads(text)
+                values |= {key: decode(value, target) for key, value in own_values.items()}
+                counts |= own_counts
             values |= {key: tensor_name(place) for key, place in form.places.items() if place.is_extra}
-            unpublished.publish(receipts, tags, self._notes(form, values, len(results)))
+            unpublished.publish(receipts, tags, self._notes(form, values, counts, len(results)))
         finally:
             unpublished.close()
             self._unpublished = None
 
-    def _notes(self, form: StateDictForm, values: Mapping[str, Value], world: int) -> CheckpointNotes:
-        extras = nested(form.extras(values, self._paths), self._paths, Path(str(self._target)))
-        step = self._step if self._step is not None else step_of(extras)
+    def _notes(
+        self, form: StateDictForm, values: Mapping[str, Value], counts: Mapping[str, int], world: int
+    ) -> CheckpointNotes:
+        """`counts`: as `_counts` returns them."""
+
+        def extras_of(some: Mapping[str, Value]) -> dict[str, Value]:
+            return nested(form.extras(some, self._paths), self._paths, Path(str(self._target)))
+
+        extras = extras_of(values)
+        step = self._step if self._step is not None else step_of(extras_of({**values, **counts}))
         weights = [place.parameter for place in form.places.values() if not place.is_extra]
         return CheckpointNotes(
             Origin("torch", torch.__version__, step, {"world": world}),
@@ -259,6 +269,18 @@ def _role(place: TensorPlace, item: WriteItem, own: _RankPlan, trained: Containe
     dtype = DTYPES[dtype_name(item.tensor_data.properties.dtype)]
     role = role_of(NamedTensor(place.parameter, Tensor.of(ZeroBlob((), dtype))))
     return "frozen" if role == "parameter" and own.has_optimizer else role
+
+
+def _counts(items: Sequence[WriteItem], planner: SavePlanner, own: _RankPlan) -> dict[str, int]:
+    """The values of tensors that are single integers and belong to no parameter, such as the step of TorchTitan."""
+    counts: dict[str, int] = {}
+    for item in items:
+        if item.tensor_data is None or item.tensor_data.size or not own.places[item.index.fqn].is_extra:
+            continue
+        tensor = planner.resolve_data(item)
+        if isinstance(tensor, torch.Tensor) and not (tensor.is_floating_point() or tensor.is_complex()):
+            counts[item.index.fqn] = int(tensor)
+    return counts
 
 
 def _names_in_groups(planner: SavePlanner, keys: Iterable[str]) -> Iterable[str]:
