@@ -24,10 +24,15 @@ class StateKeys:
     """None: the names of the model's tensors are keys of the top level."""
     optimizer: str | None = "optim"
     flat: bool = False
+    megatron_fsdp: bool = False
+    """The tensors have the keys of Megatron-FSDP: see `engines.dcp.megatron_fsdp`."""
 
     def to_json(self) -> dict[str, Value]:
         """The keys as a JSON object, which `keys_of` reads."""
-        return asdict(self)
+        content: dict[str, Value] = asdict(self)
+        if not self.megatron_fsdp:  # earlier versions do not know it
+            del content["megatron_fsdp"]
+        return content
 
 
 NESTED = StateKeys()
@@ -36,15 +41,23 @@ TORCHTITAN = StateKeys(None, "optimizer", True)
 ACCELERATE = StateKeys("model", "optimizer")
 """In two folders: one contains `model`, the other `optimizer`."""
 
-Style = Literal["nested", "torchtitan", "accelerate"]
-STYLES: dict[Style, StateKeys] = {"nested": NESTED, "torchtitan": TORCHTITAN, "accelerate": ACCELERATE}
+MEGATRON_FSDP = StateKeys("model", "optimizer", megatron_fsdp=True)
+
+Style = Literal["nested", "torchtitan", "accelerate", "megatron-fsdp"]
+STYLES: dict[Style, StateKeys] = {
+    "nested": NESTED,
+    "torchtitan": TORCHTITAN,
+    "accelerate": ACCELERATE,
+    "megatron-fsdp": MEGATRON_FSDP,
+}
 """By the names in `--help`."""
 
 
 def keys_of(content: Value) -> StateKeys | None:
     """The keys whose `to_json` is `content`; None for any other content."""
-    if not isinstance(content, Mapping) or set(content) != {"model", "optimizer", "flat"}:
+    if not isinstance(content, Mapping) or set(content) - {"megatron_fsdp"} != {"model", "optimizer", "flat"}:
         return None
     model, optimizer, flat = content["model"], content["optimizer"], content["flat"]
+    is_fsdp = content.get("megatron_fsdp") is True
     named = all(key is None or isinstance(key, str) for key in (model, optimizer))
-    return StateKeys(model, optimizer, flat) if named and isinstance(flat, bool) else None
+    return StateKeys(model, optimizer, flat, is_fsdp) if named and isinstance(flat, bool) else None

@@ -5,6 +5,7 @@ metadata   `.metadata`: names, shapes, blocks, offsets
 items      blocks as lazy blobs; some are compressed with zstd
 objects    values that are no tensors
 nesting    flattens state dicts, and nests them again
+megatron_fsdp  the state dicts of Megatron-FSDP, as those of Megatron core's models, and back
 read       the index of a checkpoint
 balance    the blocks of tensors over a mesh of ranks, of about equal size
 entries    items to write

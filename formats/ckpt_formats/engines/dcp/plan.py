@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import Counts, FileLayouts, FilePlan, TensorRanges
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Rule
@@ -20,11 +21,12 @@ from ckpt_formats.core.values import Value
 from ckpt_formats.engines.dcp.balance import BlockRows, RankGrid, block_rows
 from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts, ItemsContent, block_of
 from ckpt_formats.engines.dcp.folder import ACCELERATE as FOLDERS
+from ckpt_formats.engines.dcp.megatron_fsdp import core_name, to_megatron_fsdp
 from ckpt_formats.engines.dcp.metadata import Steps
 from ckpt_formats.engines.dcp.nesting import flattened
 from ckpt_formats.engines.dcp.options import RankOptions
 from ckpt_formats.engines.dcp.read import PAIR
-from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, STYLES, keys_of
+from ckpt_formats.state_dicts.keys import ACCELERATE, NESTED, STYLES, StateKeys, keys_of
 from ckpt_formats.state_dicts.universal_info import ORIGIN, rules_of
 from ckpt_formats.state_dicts.write import state_tree
 
@@ -32,9 +34,11 @@ from ckpt_formats.state_dicts.write import state_tree
 def plan_files(source: Checkpoint, options: RankOptions) -> tuple[FilePlan, ...]:
     """The files to write. Raises `UnsupportedError` for what PyTorch cannot hold."""
     chosen = STYLES[options.keys] if isinstance(options.keys, str) else options.keys
-    keys = chosen or keys_of(source.origin.layout.get("keys")) or NESTED
+    keys = _keys(source, chosen)
     pair = chosen == ACCELERATE or (chosen is None and source.origin.layout.get(PAIR) is True)
     tree = state_tree(source, keys, objects=True)
+    if keys.megatron_fsdp:
+        tree = to_megatron_fsdp(tree, source)
     grid, rules = mesh_of(source, options), _rules(source, options)
     if not pair:
         return tuple(_Placement(source, grid, rules, "", tree).parts())
@@ -46,6 +50,25 @@ def plan_files(source: Checkpoint, options: RankOptions) -> tuple[FilePlan, ...]
         for folder, subtree in trees.items()
         if subtree
         for part in _Placement(source, grid, rules, f"{folder}/", subtree).parts()
+    )
+
+
+def _keys(source: Checkpoint, chosen: StateKeys | None) -> StateKeys:
+    """The chosen keys, else those of the source. Raises `UnsupportedError` for keys that these names cannot have."""
+    keys = chosen or keys_of(source.origin.layout.get("keys")) or NESTED
+    if not keys.megatron_fsdp:
+        return keys
+    # Imported only here: it loads the tables of many models.
+    from ckpt_formats.names.translate import naming_of
+
+    if naming_of(source) == "megatron":
+        return keys
+    if chosen is None:
+        return NESTED
+    raise UnsupportedError(
+        "Megatron-FSDP needs the names of Megatron core",
+        where=source.path,
+        hint="Choose them with --names megatron.",
     )
 
 
@@ -272,8 +295,9 @@ class _Placement(FileLayouts):
         """The parameter to which a tensor of the state dict belongs."""
         parameters = self.source.parameters
         for step in path:
-            if step in parameters:
-                return parameters[str(step)]
+            name = core_name(step) if isinstance(step, str) and step not in parameters else step
+            if name in parameters:
+                return parameters[str(name)]
         # In a flat optimizer, `state.<FQN>.<state>`.
         name = str(path[-1]).removeprefix("state.")
         while name and name not in parameters:

@@ -18,6 +18,7 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.dcp.folder import ACCELERATE, FoundFolders, MetadataFolder, find, rank_of, stale_files
 from ckpt_formats.engines.dcp.items import ItemBlob, ItemReader, ItemSeals, unnamed_bytes
+from ckpt_formats.engines.dcp.megatron_fsdp import is_of_megatron_fsdp, to_core
 from ckpt_formats.engines.dcp.metadata import ItemRange, Metadata, Steps, StoredTensor, read_metadata
 from ckpt_formats.engines.dcp.nesting import nested
 from ckpt_formats.engines.dcp.objects import ObjectReader, check_between
@@ -55,17 +56,20 @@ def _checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
         if duplicate := next((key for key in part.tree if key in tree), None):
             raise CorruptError(f"two folders contain a state dict called `{printable(duplicate)}`", where=path)
         tree |= part.tree
-    state = training_state(tree, path, options.order, options.orders)
+    is_fsdp = is_of_megatron_fsdp(tree)
+    state = training_state(to_core(tree, path) if is_fsdp else tree, path, options.order, options.orders)
+    keys = replace(state.keys, megatron_fsdp=True) if is_fsdp else state.keys
     _check_step(state.step, folders, path)
     step = folders.step if state.step is None else state.step
     ranks = [rank for part in parts for rank in part.ranks]
     layout = {
-        "keys": state.keys.to_json(),
+        "keys": keys.to_json(),
         "world": max(ranks, default=0) + 1,
         **({PAIR: True} if len(parts) > 1 else {}),
     }
     if state.origin is None:
-        origin = Origin("torchtitan" if state.keys == TORCHTITAN else "dcp", None, step, layout)
+        engine = "megatron-fsdp" if is_fsdp else "torchtitan" if keys == TORCHTITAN else "dcp"
+        origin = Origin(engine, None, step, layout)
     else:
         stored = state.origin
         origin = replace(stored, step=step if stored.step is None else stored.step, layout={**stored.layout, **layout})
