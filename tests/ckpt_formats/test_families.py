@@ -46,6 +46,21 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "what Phi 3 takes for long rotary factors": ("phi3", {"rope_parameters": YARN}, "rotary"),
     "another scale of YaRN": ("gpt_oss", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor"),
     "windows of Qwen 2": ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+    "groups scored by their two best experts": (
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1, "num_experts_per_tok": 2},
+        "router_group_best",
+    ),
+    "groups scored by their best expert": (
+        "deepseek_v3",
+        {"n_routed_experts": 9, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 2},
+        "router_group_best",
+    ),
+    "rotary halves in latent attention": ("deepseek_v3", {"rope_interleave": False}, "rope_interleaved"),
+    "biases of latent attention": ("deepseek_v3", {"attention_bias": True}, "o_bias"),
+    "another router": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+    "delta nets": ("qwen3_next", {}, "mixers"),
+    "a convolution of another width": ("mamba2", {"conv_kernel": 3}, "mamba_conv"),
     "a gate by another function": ("qwen3_moe", {"hidden_act": "gelu"}, "gated"),
 }
 
@@ -77,16 +92,17 @@ def in_hf(config: dict[str, Any], **seeds: int) -> Checkpoint:
     """A model with a state of random values for each seed."""
     configured = configured_model(config)
     assert configured is not None
-    tie = configured.tie
+    tie, stored = configured.tie, configured.model.stored("hf")
+    atoms: dict[object, int] = {}  # copies have the values of their tensor
     parameters = [
         parameter(
             one.names[0],
             {
-                state: array(F32, stored_shape(one.packing, one.scope, configured.model.shape), 100 * seed + i)
+                state: array(F32, stored_shape(one.packing, one.scope, configured.model.shape), 100 * seed + first)
                 for state, seed in seeds.items()
             },
         )
-        for i, one in enumerate(configured.model.stored("hf"))
+        for one, first in ((one, atoms.setdefault(one.keys, i)) for i, one in enumerate(stored))
         if tie is None or one.names[0] != tie.alias
     ]
     aliases = {} if tie is None else {tie.alias: tie.name}

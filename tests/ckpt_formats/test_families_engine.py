@@ -26,10 +26,11 @@ def registered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stored(configured: ConfiguredModel, dialect: str) -> list[tuple[str, list[int]]]:
-    tie = configured.model.tie(dialect)
+    model = configured.model.of_present(dialect, ())  # no layers for multi-token prediction
+    tie = model.tie(dialect)
     return [
-        (one.names[0], list(stored_shape(one.packing, one.scope, configured.model.shape)))
-        for one in configured.model.stored(dialect)
+        (one.names[0], list(stored_shape(one.packing, one.scope, model.shape)))
+        for one in model.stored(dialect)
         if not (tie and one.names[0] == tie.alias) and not one.is_copy
     ]
 
@@ -54,7 +55,7 @@ def test_tensors_have_the_names_and_shapes_of_the_models_of_transformers(name: s
 
 def test_every_family_has_random_models() -> None:
     types = {model_type for family in families() for model_type in family.model_types}
-    assert types - RANDOM.keys() <= set()
+    assert types - RANDOM.keys() == {"kimi_k2"}  # transformers does not have it
 
 
 def test_every_atom_is_in_some_family() -> None:

@@ -135,26 +135,26 @@ window = "sliding"
 [write]
 sliding = "window"
 [hf]
-"attn.q.weight" = "attention.q"
+"attn.k.weight" = "attention.k"
 """
 BAD = {
-    "an atom that is not known": ("attention.q", "attention.queries"),
-    "atoms of several places": ('"attention.q"', '"by(1, attention.q, final.norm)"'),
-    "no packing": ('"attention.q"', '"thirds(attention.q)"'),
+    "an atom that is not known": ("attention.k", "attention.queries"),
+    "atoms of several places": ('"attention.k"', '"by(1, attention.k, final.norm)"'),
+    "no packing": ('"attention.k"', '"thirds(attention.q)"'),
     "an unknown entry": ("[read]", "more = 1\n[read]"),
     "an unknown hyperparameter": ('window = "sliding"', 'windows = "sliding"'),
     "a call": ('"sliding"', '"open(sliding)"'),
     "no types": ("model_types", "modle_types"),
-    "an atom in two tensors": ('= "attention.q"', '= "attention.q"\n"attn.r.weight" = "attention.q"'),
+    "an atom in two tensors": ('= "attention.k"', '= "attention.k"\n"attn.r.weight" = "attention.k"'),
 }
 
 
 def test_a_family_is_parsed() -> None:
     family = family_in("x", tomllib.loads(GOOD))
     names = [name for rule in family.dialects["hf"].rules for name in rule.names]
-    at = names.index("attn.q.weight")
-    assert names[at + 1] == "self_attn.q_proj.bias"
-    assert "self_attn.q_proj.weight" not in names
+    at = names.index("attn.k.weight")
+    assert names[at + 1] == "self_attn.k_proj.bias"
+    assert "self_attn.k_proj.weight" not in names
     assert replace(family, name="y") != family
 
 

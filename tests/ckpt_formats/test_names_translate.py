@@ -381,7 +381,7 @@ def minus(pattern: str) -> Checkpoint:
 
 TO_HF: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = {
     "no arguments": (lambda: replace(in_megatron(), extras={}), IncompleteError, "the model is not known"),
-    "latent attention": (lambda: in_megatron(multi_latent_attention=True), UnsupportedError, "multi_latent_attention"),
+    "latent attention": (lambda: in_megatron(multi_latent_attention=True), IncompleteError, "kv_lora_rank"),
     "latent attention by its tensors": (
         lambda: plus(**{"decoder.layers.0.self_attention.linear_kv_up_proj.weight": (2, 2)}),
         UnsupportedError,
@@ -394,7 +394,7 @@ TO_HF: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = {
         "linear_proj.bias|linear_qkv.bias",
     ),
     "norms that add one": (lambda: in_megatron(layernorm_zero_centered_gamma=True), UnsupportedError, "zero_centered"),
-    "the same, of old": (lambda: in_megatron(apply_layernorm_1p=True), UnsupportedError, "apply_layernorm_1p"),
+    "the same, of old": (lambda: in_megatron(apply_layernorm_1p=True), UnsupportedError, "zero_centered"),
     "another norm": (lambda: in_megatron(normalization="LayerNorm"), UnsupportedError, "normalization"),
     "half a rotation": (lambda: in_megatron(rotary_percent=0.5), UnsupportedError, "rotary_percent"),
     "no gate": (lambda: in_megatron(swiglu=False), UnsupportedError, "swiglu"),

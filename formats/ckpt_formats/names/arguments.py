@@ -28,6 +28,8 @@ ARGUMENTS = "args"
 
 _SOURCE = "the run's arguments"
 _CONFIG_HINT = "Name the model's config.json with --config."
+_PATTERN = "hybrid_override_pattern"
+"""A text with a letter for each layer; expressions have a list of the letters."""
 _MAX_LAYERS = 100_000
 _TWINS = {"norm_epsilon": "layernorm_epsilon"}
 """An argument, and its name in other versions of Megatron."""
@@ -85,6 +87,8 @@ def to_arguments(values: Values, dtype: str | None) -> dict[str, Value]:
             f"Megatron core cannot compute a model with {name} {_text(value)}: with its arguments ({names}), it would "
             f"have {name} {_text(other)}"
         )
+    if letters := arguments.get(_PATTERN):
+        arguments[_PATTERN] = "".join(letters)
     return {**arguments, **({} if dtype is None else _dtype(dtype))}
 
 
@@ -126,12 +130,14 @@ def _entries(record: Record, vocabulary: int) -> dict[str, Any]:
     entries = {name: value for name, value in state.items() if isinstance(name, str) and value is not None}
     for name, others in dialect("megatron").other["aliases"].items():
         stated = [entries[other] for other in others if other in entries]
-        if name not in entries and stated:
+        if stated and entries.get(name) in (None, False):
             entries[name] = stated[0]
     if entries.get("use_rotary_position_embeddings"):
         entries["position_embedding_type"] = "rope"
     if entries.get("glu_activation") == "swiglu":
         entries.setdefault("swiglu", True)
+    if isinstance(pattern := entries.get(_PATTERN), str):
+        entries[_PATTERN] = list(pattern)
     layers = entries.get("num_layers")
     if isinstance(layers, int) and is_natural(layers, _MAX_LAYERS):
         step = entries.get("moe_layer_freq", 1)

@@ -1,6 +1,6 @@
 """The hyperparameters in a config.json of transformers, and the config.json of a model."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,9 @@ LLAMA3: dict[str, float] = {
     "original_max_position_embeddings": 8192,
 }
 """The parameters of Llama 3's scaling that Megatron supports. Only its factor can be chosen."""
+_PATTERN = "hybrid_override_pattern"
+"""A text with a letter for each layer; expressions have a list of the letters."""
+_MAX_PATTERN = 100_000
 _SOURCE = "config.json"
 _HINT = "Name the model's own config.json with --config."
 
@@ -51,15 +54,17 @@ class ConfiguredModel:
         """The model's tied names in files, or None."""
         return self.model.tie("hf")
 
-    def names(self, dialect: str) -> tuple[str, ...] | None:
+    def names(self, dialect: str, present: Collection[str] | None = None) -> tuple[str, ...] | None:
         """The names of all parameters, in the model's order; None if the configuration does not state the sizes.
 
-        They include the second name of a tied tensor.
+        They include the second name of a tied tensor. If `present` names are given, those of layers for multi-token
+        prediction are left out unless some are among them.
         """
-        if {"layers", "experts", "moe_layers", "mixers"} & self.reading.problems.keys():
+        if {"layers", "experts", "moe_layers", "mixers", "mtp_layers"} & self.reading.problems.keys():
             return None
         try:
-            return self.model.names(dialect)
+            model = self.model if present is None else self.model.of_present(dialect, present)
+            return model.names(dialect)
         except CkptError:
             return None
 
@@ -91,6 +96,11 @@ def read_config(config: Mapping[str, Any], family: Family) -> ModelReading:
     """The hyperparameters that a config.json states."""
     config = _of_text(config, family)
     entries = {**config, **_rotary(config)}
+    if isinstance(pattern := config.get(_PATTERN), str) and len(pattern) <= _MAX_PATTERN:
+        entries[_PATTERN] = list(pattern)
+        entries["num_hidden_layers"] = len(pattern)
+    elif isinstance(kinds := config.get("layers_block_type"), list):
+        entries["num_hidden_layers"] = len(kinds)
     entries |= {usual: config[own] for usual, own in family.entries.items() if own in config}
     defaults = family.settings.defaults
     entries |= {
@@ -163,7 +173,7 @@ def _written(values: Values, family: Family) -> dict[str, Any]:
 
 
 def _check_heads(values: Values) -> None:
-    if values["heads"] % values["groups"]:
+    if values["heads"] is not None and values["heads"] % values["groups"]:
         raise UnsupportedError(
             f"config.json states {values['heads']} attention heads, which cannot be divided into "
             f"{values['groups']} groups"

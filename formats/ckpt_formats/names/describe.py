@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,17 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record
 from ckpt_formats.names.arguments import ARGUMENTS, arguments_for, compared, true_vocabulary, values_of
-from ckpt_formats.names.config import CONFIG, checked_values, differing, is_preferred, model_of, to_config
+from ckpt_formats.names.config import (
+    CONFIG,
+    checked_values,
+    differing,
+    is_preferred,
+    model_of,
+    read_config,
+    to_config,
+)
 from ckpt_formats.names.expressions import names_of
-from ckpt_formats.names.hyperparameters import Values
+from ckpt_formats.names.hyperparameters import Values, noted
 from ckpt_formats.names.model import Model
 from ckpt_formats.names.tables import Family, blocks, dialect, families, family_of
 
@@ -50,7 +58,7 @@ def describe_model(source: Checkpoint, config: Mapping[str, Any] | None, partial
             hint="Name the model's config.json with --config.",
         )
     if config is not None:
-        return _by_config(config, record, source.path)
+        return _of_present(_by_config(config, record, source.path), "megatron", source)
     assert record is not None
     return _by_arguments(source, record, partial)
 
@@ -67,7 +75,7 @@ def by_config_alone(source: Checkpoint, config: Mapping[str, Any] | None) -> Mod
             where=source.path,
             hint="Name the model's config.json, or the folder that contains it, with --config.",
         )
-    return _by_config(known_config, None, source.path)
+    return _of_present(_by_config(known_config, None, source.path), "hf", source)
 
 
 def config_of(source: Checkpoint) -> Mapping[str, Any] | None:
@@ -96,6 +104,11 @@ def known_families() -> str:
     return f"Known are {', '.join(family.name for family in families())}: see `ckpt formats --families`."
 
 
+def _of_present(description: ModelDescription, dialect_name: str, source: Checkpoint) -> ModelDescription:
+    names = {*source.parameters, *source.aliases}
+    return replace(description, model=description.model.of_present(dialect_name, names))
+
+
 def _by_config(config: Mapping[str, Any], record: Record | None, where: Path) -> ModelDescription:
     family = family_of(config)
     if family is None:
@@ -120,6 +133,7 @@ def _by_arguments(source: Checkpoint, record: Record, partial: bool) -> ModelDes
     family = _family_of(values, source.path)
     config = to_config(values, family, weights_dtype(source))
     notices = [Notice(f"config.json is created from the run's arguments: a {family.name} model")]
+    notices += noted(values, read_config(config, family), "transformers")
     if known is None:
         text = (
             f"the true size of the vocabulary is not known: all {rows} rows are kept, including padding. State it with "

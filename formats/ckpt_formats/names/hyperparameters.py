@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any
 
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import is_natural
 from ckpt_formats.names.expressions import Expression, evaluate, names_of
@@ -24,6 +25,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_new",
     "gelu_fast": "gelu_new",
     "quick_gelu": "quick_gelu",
+    "relu2": "relu2",
 }
 """`gelu_new` is GELU by the hyperbolic tangent, `gelu` by the error function. By the names of transformers."""
 _MAX_LAYERS = 100_000
@@ -95,10 +97,17 @@ def differences(values: Values, other: ModelReading, *, training: bool = False) 
     """
     for one in hyperparameters():
         value, other_value = values[one.name], other.values[one.name]
-        if one.name in other.problems or (one.training and not training):
+        if one.name in other.problems or one.noted or (one.training and not training):
             continue
         if value != other_value and (one.name in other.stated or not one.is_required):
             yield one.name, value, other_value
+
+
+def noted(values: Values, other: ModelReading, library: str) -> tuple[Notice, ...]:
+    """A notice of hyperparameters that a library has otherwise, with a small influence."""
+    names = [one.name for one in hyperparameters() if one.noted and values[one.name] != other.values[one.name]]
+    stated = tuple(f"{name} {other.values[name]}, not {values[name]}" for name in names)
+    return (Notice(f"{library} computes with values that differ slightly", stated, Weight.UNSURE),) if names else ()
 
 
 def check_plain(settings: Settings, entries: Mapping[str, Any], source: str, hint: str) -> None:

@@ -1,8 +1,8 @@
 """The stored tensors of a model in a dialect: their names, shapes and packings, from its hyperparameters."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
 
@@ -67,6 +67,19 @@ class Model:
         self._check_count(own)
         return tuple(self._stored(own))
 
+    def of_present(self, name: str, names: Collection[str]) -> "Model":
+        """The model without layers for multi-token prediction, unless some of these names of a dialect are in them.
+
+        transformers leaves these layers out of its files, although their configuration states them.
+        """
+        if not self.values["mtp_layers"]:
+            return self
+        first = self.values["layers"]
+        in_them = (one for one in self.stored(name) if any((layer or 0) >= first for _, layer, _ in one.keys))
+        if any(text in names for one in in_them for text in one.names):
+            return self
+        return replace(self, values={**self.values, "mtp_layers": 0})
+
     def names(self, name: str) -> tuple[str, ...]:
         """The names that are written in a dialect, in its order."""
         return tuple(one.names[0] for one in self.stored(name))
@@ -87,7 +100,7 @@ class Model:
     @cached_property
     def _blocks(self) -> Mapping[_PlaceKey, frozenset[str]]:
         """The atoms of each place, by its kind and layer."""
-        layers, mtp = self.values["layers"], self.values.get("mtp_layers") or 0
+        layers, mtp = self.values["layers"], self.values["mtp_layers"]
         keys: list[_PlaceKey] = [("model", None), *(("layer", i) for i in range(layers))]
         keys += [("mtp", layers + i) for i in range(mtp)]
         return {key: frozenset(self._atoms(*key)) for key in keys}
@@ -102,15 +115,16 @@ class Model:
 
     def _stored(self, own: Dialect) -> Iterator[ModelTensor]:
         """In the order of the rules: rules of layers that follow each other are repeated together for each layer."""
-        named: dict[_PlaceKey, set[str]] = {key: set() for key in self._blocks}
+        present = {key: atoms for key, atoms in self._blocks.items() if key[0] != "mtp" or own.prefixes["mtp"]}
+        named: dict[_PlaceKey, set[str]] = {key: set() for key in present}
         for is_of_model, run in groupby(own.rules, lambda rule: rule.place == "model"):
             rules = list(run)
-            for key in self._blocks:
+            for key in present:
                 if (key[0] == "model") == is_of_model:
-                    for one in self._of_place(own, rules, *key, self._blocks[key]):
+                    for one in self._of_place(own, rules, *key, present[key]):
                         named[key].update(atom for atom, _, _ in one.keys)
                         yield one
-        for key, atoms in self._blocks.items():
+        for key, atoms in present.items():
             if missing := sorted(atoms - named[key]):
                 raise UnsupportedError(f"{own.name} has no name for `{missing[0]}`, which the model has")
 
@@ -138,7 +152,7 @@ class Model:
         return dialect(name) if self.dialects is None else self.dialects[name]
 
     def _check_count(self, own: Dialect) -> None:
-        layers = self.values["layers"] + (self.values.get("mtp_layers") or 0)
+        layers = self.values["layers"] + self.values["mtp_layers"]
         each = sum(self.values["experts"] or 1 if "{expert}" in rule.names[0] else 1 for rule in own.rules)
         if layers * each > MAX_EXPECTED_NAMES:
             raise UnsafeError(f"a model of {layers:,} layers with {self.values['experts'] or 0:,} experts in each")

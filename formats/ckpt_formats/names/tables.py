@@ -138,6 +138,8 @@ class Hyperparameter:
     default: object = None
     optional: bool = False
     training: bool = False
+    noted: bool = False
+    """A difference is noted, not refused: its influence is small."""
 
     @property
     def is_required(self) -> bool:
@@ -285,6 +287,8 @@ def changed_dialect(base: Dialect, name: str, changes: Mapping[str, Any], *, in_
 
 def _module(rule: NameRule, changes: Mapping[str, Any]) -> str:
     """What stays together where names are replaced: a module, or all of a layer if the changes are in order."""
+    if rule.place == "model":
+        return rule.names[0].rpartition(".")[0]
     return "layer" if changes.get("in_order") and rule.place == "layer" else rule.names[0].partition(".")[0]
 
 

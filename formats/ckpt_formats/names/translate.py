@@ -27,6 +27,7 @@ from ckpt_formats.names.describe import (
     weights_dtype,
 )
 from ckpt_formats.names.expressions import Scope
+from ckpt_formats.names.hyperparameters import noted, read
 from ckpt_formats.names.model import AtomKey, Model, ModelTensor, key_of
 from ckpt_formats.names.packings import pack, unpack
 from ckpt_formats.names.renames import TensorRename, apply_renames
@@ -92,10 +93,12 @@ def to_megatron(
     description = by_config_alone(checkpoint, config)
     source = without(checkpoint, description.family.ignored)
     arguments = to_arguments(description.model.values, weights_dtype(source))
+    reading = read(dialect("megatron").settings, arguments, "Megatron core")
     renamed = translated(source, description, "hf", "megatron", partial=partial)
     step = {} if source.origin.step is None else {"iteration": source.origin.step}
     return replace(
         renamed,
+        notices=(*renamed.notices, *noted(description.model.values, reading, "Megatron core")),
         extras={
             legacy.VERSION: legacy.CURRENT,
             **step,

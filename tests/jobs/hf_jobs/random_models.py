@@ -275,6 +275,111 @@ _SMALL_EYES = {
 }
 
 
+def deepseek_v2(rng: random.Random) -> Entries:
+    """Multi-latent attention. Megatron scores a group of experts by as many as a token may have in it, V2 by one."""
+    entries = common(rng)
+    del entries["head_dim"]
+    groups, chosen = rng.choice(((1, 1), (2, 1), (3, 2)))
+    if rng.random() < 0.6:
+        mscale, mscale_all = rng.choice(((1.0, 1.0), (0.707, 0.707), (1.0, 0.5), (None, None)))
+        entries["rope_parameters"] |= {
+            "rope_type": "yarn",
+            "factor": rng.choice((4.0, 32.0)),
+            "original_max_position_embeddings": rng.choice((16, 64)),
+            "beta_fast": rng.choice((1.0, 32.0)),
+            "beta_slow": 1.0,
+            **({} if mscale is None else {"mscale": mscale, "mscale_all_dim": mscale_all}),
+        }
+    return {
+        **entries,
+        "num_key_value_heads": entries["num_attention_heads"],
+        "rms_norm_eps": 1e-6,  # of the norms inside attention, in every model of transformers
+        "q_lora_rank": rng.choice((None, 14, 20)),
+        "kv_lora_rank": rng.choice((12, 28)),
+        "qk_nope_head_dim": rng.choice((6, 10)),
+        "qk_rope_head_dim": rng.choice((4, 8)),
+        "v_head_dim": rng.choice((7, 16)),
+        "n_routed_experts": groups * 3,
+        "n_group": groups,
+        "topk_group": chosen,
+        "topk_method": "greedy" if groups == 1 else "group_limited_greedy",
+        "num_experts_per_tok": rng.choice((2, 3)) if chosen == 2 or groups == 1 else 1,
+        "moe_intermediate_size": rng.randrange(9, 33),
+        "n_shared_experts": rng.choice((1, 2, 3)),
+        "first_k_dense_replace": rng.randrange(0, entries["num_hidden_layers"]),
+        "routed_scaling_factor": rng.choice((1.0, 2.0)),
+    }
+
+
+def deepseek_v3(rng: random.Random) -> Entries:
+    """V2 with another router: it scores a group by its best two. Layers for multi-token prediction are saved, too."""
+    entries = deepseek_v2(rng)
+    del entries["topk_method"]
+    chosen = 2 * entries["topk_group"] if entries["n_group"] > 1 else rng.choice((1, 2, 3))
+    return {
+        **entries,
+        "num_experts_per_tok": chosen,
+        "norm_topk_prob": chosen > 1,
+        "routed_scaling_factor": rng.choice((1.0, 2.5)),
+        "num_nextn_predict_layers": 0 if entries["tie_word_embeddings"] else rng.choice((0, 1, 2)),
+    }
+
+
+def qwen3_next(rng: random.Random) -> Entries:
+    entries, keys = common(rng), rng.choice((1, 2, 3))
+    kinds = [rng.choice(("linear_attention", "full_attention")) for _ in range(entries["num_hidden_layers"])]
+    entries["rope_parameters"]["partial_rotary_factor"] = 0.5
+    return {
+        **entries,
+        **_experts(rng),
+        "layer_types": kinds,
+        "shared_expert_intermediate_size": rng.randrange(34, 50),
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * rng.choice((1, 2)),
+        "linear_key_head_dim": rng.choice((3, 5)),
+        "linear_value_head_dim": rng.choice((4, 7)),
+        **_dense_layers(rng, len(kinds)),
+    }
+
+
+def mamba2(rng: random.Random) -> Entries:
+    groups = rng.choice((1, 2, 3))
+    heads, width = groups * rng.choice((2, 4)), rng.choice((4, 6))
+    return {
+        "vocab_size": rng.randrange(TOKENS + 1, 110),
+        "hidden_size": heads * width // 2,
+        "num_hidden_layers": rng.randrange(2, 5),
+        "num_heads": heads,
+        "head_dim": width,
+        "n_groups": groups,
+        "state_size": rng.choice((3, 5)),
+        "use_conv_bias": True,  # as in Megatron
+        "tie_word_embeddings": rng.random() < 0.3,
+    }
+
+
+def nemotron_h(rng: random.Random) -> Entries:
+    entries = common(rng)
+    del entries["rms_norm_eps"], entries["num_hidden_layers"], entries["rope_parameters"]
+    del entries["tie_word_embeddings"]  # transformers ignores it in this family
+    groups = rng.choice((1, 2, 3))
+    further = [rng.choice(("linear_attention", "full_attention", "mlp", "moe")) for _ in range(rng.randrange(1, 4))]
+    kinds = ["linear_attention", "full_attention", rng.choice(("mlp", "moe")), *further]
+    return {
+        **entries,
+        "layers_block_type": kinds,
+        "n_groups": groups,
+        "mamba_num_heads": groups * rng.choice((2, 3)),
+        "mamba_head_dim": rng.choice((4, 6)),
+        "ssm_state_size": rng.choice((3, 5)),
+        "n_routed_experts": rng.choice((3, 5)),
+        "moe_intermediate_size": rng.randrange(9, 33),
+        "moe_shared_expert_intermediate_size": rng.randrange(34, 50),
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": rng.choice((1.0, 2.5)),
+    }
+
+
 RANDOM: dict[str, Callable[[random.Random], Entries]] = {
     "llama": llama,
     "mistral": mistral,
@@ -282,6 +387,11 @@ RANDOM: dict[str, Callable[[random.Random], Entries]] = {
     "qwen3": qwen3,
     "mixtral": mixtral,
     "gpt2": gpt2,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "qwen3_next": qwen3_next,
+    "mamba2": mamba2,
+    "nemotron_h": nemotron_h,
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
     "glm4_moe": glm4_moe,
@@ -307,5 +417,6 @@ RANDOM: dict[str, Callable[[random.Random], Entries]] = {
 NOT_IN_MEGATRON = (
     *("ernie4_5_moe", "olmo2", "olmo3", "gemma", "gemma2", "gemma3_text", "minimax_m2"),
     *("hunyuan_v1_dense", "hunyuan_v1_moe", "llama4_text", "seed_oss", "qwen2_5_vl", "qwen3_vl", "gemma3", "llama4"),
+    "qwen3_next",
 )
 """Families that no arguments of Megatron core describe."""

@@ -25,13 +25,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 
 from engines import ranks
 from megatron_jobs import without_cuda
 from megatron_jobs.families import FAMILIES, INPUT
+from megatron_jobs.predictions import allow_plain_latent_attention, with_predictions
 
 
 def config_of(args: argparse.Namespace) -> TransformerConfig:
@@ -61,6 +62,8 @@ def config_of(args: argparse.Namespace) -> TransformerConfig:
         "moe_token_dispatcher_type": "allgather",
         "moe_grouped_gemm": False,
     }
+    if kind is MLATransformerConfig:
+        fields.setdefault("q_lora_rank", None)  # the default of Megatron-LM's parser, not that of the class
     config = kind(**fields)
     for name, value in vars(args).items():
         if name.startswith("yarn_"):  # no fields: the model asks its configuration for these attributes
@@ -71,7 +74,10 @@ def config_of(args: argparse.Namespace) -> TransformerConfig:
 def model_of(args: argparse.Namespace) -> GPTModel:
     """The stage of this rank of the model that megatron.training would build of these arguments, in plain layers."""
     config = config_of(args)
+    if isinstance(config, MLATransformerConfig):
+        allow_plain_latent_attention()
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+    predictions = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
     model = GPTModel(
         config,
         spec,
@@ -86,6 +92,7 @@ def model_of(args: argparse.Namespace) -> GPTModel:
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        mtp_block_spec=predictions,
     )
     return model.eval()
 
@@ -101,7 +108,9 @@ def logits_of(model: GPTModel) -> torch.Tensor | None:
             received = torch.empty(length, count, model.config.hidden_size)
             dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank())
             model.set_input_tensor([received])
-        result = model(tokens, positions, mask).contiguous()
+        result = (partial(with_predictions, model) if model.mtp_process else model)(
+            tokens, positions, mask
+        ).contiguous()
         if not model.post_process:
             dist.send(result, parallel_state.get_pipeline_model_parallel_next_rank())
             return None
@@ -136,6 +145,8 @@ def save(out: Path) -> None:
 def in_plain_layers(name: str) -> str:
     """Transformer Engine, which is not here, has norms inside the projections that follow."""
     name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    name = name.replace("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm.")
+    name = name.replace("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm.")
     return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
 
 

@@ -28,6 +28,7 @@ from megatron.core.transformer.moe import moe_utils
 from engines import ranks
 from megatron_jobs import without_cuda
 from megatron_jobs.kinds import KINDS, Kind
+from megatron_jobs.predictions import with_predictions
 from megatron_jobs.save import arguments, save_legacy, trained
 
 INPUT = (torch.arange(24) * 7 % 64).reshape(2, 12)
@@ -108,20 +109,6 @@ def logits_of(kind: Kind, models: list[Any]) -> torch.Tensor | None:
     parts = [torch.empty_like(logits) for _ in range(kind.tp)]
     torch.distributed.all_gather(parts, logits, parallel_state.get_tensor_model_parallel_group())
     return torch.cat(parts, -1) if tp == 0 and parallel_state.get_data_parallel_rank() == 0 else None
-
-
-def with_predictions(model: Any, tokens: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    """The logits of a model with layers for multi-token prediction: theirs, then its own, one behind the other.
-
-    Megatron computes theirs only for labels, and returns a loss then.
-    """
-    computed: list[torch.Tensor] = []
-    hook = model.output_layer.register_forward_hook(lambda *call: computed.append(call[2][0].transpose(0, 1)))
-    model.compute_language_model_loss = lambda labels, logits: torch.zeros(labels.shape)
-    model(tokens, *inputs, labels=tokens)
-    hook.remove()
-    assert len(computed) == 1 + model.config.mtp_num_layers
-    return torch.cat(computed, 1)
 
 
 def without_draws() -> None:

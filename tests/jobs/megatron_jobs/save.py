@@ -30,12 +30,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from engines import ranks
 from megatron_jobs import without_cuda
 from megatron_jobs.kinds import KINDS, Kind
+from megatron_jobs.predictions import allow_plain_latent_attention
 
 STEPS = 2
 FURTHER = (
@@ -86,28 +86,6 @@ def specs_of(kind: Kind, config: TransformerConfig, stage: int | None) -> tuple[
     options = {"use_transformer_engine": False, "vp_stage": stage}
     layers = get_gpt_decoder_block_spec(config, normalization=kind.model["normalization"], **options)
     return layers, get_gpt_mtp_block_spec(config, layers, **options)
-
-
-def allow_plain_latent_attention() -> None:
-    """Let Megatron's plain layers have latent attention: their attention core takes no widths of keys and values.
-
-    Megatron asks by `isinstance` for classes that are None without Transformer Engine.
-    """
-    for name in ("TELinear", "TEColumnParallelLinear"):
-        if not isinstance(getattr(multi_latent_attention, name, None), type):
-            setattr(multi_latent_attention, name, type(name, (), {}))
-    first = DotProductAttention.__init__
-    if first.__name__ == "with_widths":
-        return
-
-    def with_widths(
-        self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **options: Any
-    ) -> None:
-        first(self, *args, **options)
-        if v_channels is not None:
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-
-    DotProductAttention.__init__ = with_widths
 
 
 def build(kind: Kind, config: TransformerConfig) -> list[GPTModel]:

@@ -50,11 +50,13 @@ def match_names(names: Iterable[str], config: Mapping[str, Any] | None) -> NameM
     tie = configured.tie
     running, shapes = configured.names("hf_memory"), configured.shapes("hf")
     for renamed in _renamings(given):
+        expected = configured.names("hf", set(renamed.values())) or ()
         if not any(_unfit(renamed.values(), expected, configured, tie)):
             return NameMatch(renamed, True, tie=tie, shapes=shapes)
         if running not in (None, expected) and not any(_unfit(renamed.values(), running or (), configured, tie)):
             changes = renames_between(configured.model, renamed.values(), "hf_memory", "hf")
             return NameMatch(renamed, True, changes, tie=tie, shapes=shapes)
+    expected = configured.names("hf", set(given)) or ()
     missing, surplus = _unfit(same.values(), expected, configured, tie)
     return NameMatch(same, True, (), missing, surplus, tie, shapes)
 

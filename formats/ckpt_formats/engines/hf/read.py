@@ -213,7 +213,7 @@ def in_models_order(names: Sequence[str], config: Mapping[str, Any] | None) -> l
     before `layers.2`.
     """
     configured = configured_model(config)
-    expected = None if configured is None else configured.names("hf")
+    expected = None if configured is None else configured.names("hf", names)
     if configured is None or expected is None:
         return None
     present, known = set(names), set(expected)
