@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_formats.names.config import ConfiguredModel, configured_model
+from ckpt_formats.names.config import ConfiguredModel, configured_model, read_config
+from ckpt_formats.names.hyperparameters import differences
 from ckpt_formats.names.packings import stored_shape
 from ckpt_formats.names.tables import families, places_of_atoms
 from engines.launch import run_script
@@ -51,6 +52,25 @@ def test_tensors_have_the_names_and_shapes_of_the_models_of_transformers(name: s
     # Optimizers number parameters; buffers come last in what transformers lists.
     buffers = {key for key, _ in in_memory if key.endswith("correction_bias")}
     assert [one for one in in_memory if one[0] not in buffers] == [one for one in memory if one[0] not in buffers]
+
+
+@pytest.mark.parametrize("model_type", RANDOM)
+def test_an_absent_entry_has_the_default_of_transformers_or_is_missed(model_type: str, registered: Path) -> None:
+    """An entry that a configuration omits is never read as another value than transformers takes."""
+    whole: dict[str, Any] = json.loads((registered / "defaults.json").read_text())[model_type]
+    expected = configured_model(whole)
+    assert expected is not None
+    rotary = whole.get("rope_parameters") or {}
+    parts = [{key: value for key, value in whole.items() if key != absent} for absent in whole.keys() - {"model_type"}]
+    parts += [
+        whole | {"rope_parameters": {key: value for key, value in rotary.items() if key != absent}}
+        for absent in {"rope_theta", "partial_rotary_factor"} & rotary.keys()
+    ]
+    for part in parts:
+        reading = ConfiguredModel(expected.family, read_config(part, expected.family)).reading
+        if not reading.problems:
+            differing = [name for name, *_ in differences(expected.reading.values, reading)]
+            assert not differing, (differing, whole.keys() - part.keys())
 
 
 def test_every_family_has_random_models() -> None:

@@ -396,7 +396,6 @@ TO_HF: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = {
     "norms that add one": (lambda: in_megatron(layernorm_zero_centered_gamma=True), UnsupportedError, "zero_centered"),
     "the same, of old": (lambda: in_megatron(apply_layernorm_1p=True), UnsupportedError, "zero_centered"),
     "another norm": (lambda: in_megatron(normalization="LayerNorm"), UnsupportedError, "normalization"),
-    "half a rotation": (lambda: in_megatron(rotary_percent=0.5), UnsupportedError, "rotary_percent"),
     "no gate": (lambda: in_megatron(swiglu=False), UnsupportedError, "swiglu"),
     "no word of a gate": (lambda: in_megatron(swiglu=...), UnsupportedError, "swiglu"),
     "no positions": (lambda: in_megatron(position_embedding_type="none"), UnsupportedError, "position_embedding_type"),

@@ -2,6 +2,7 @@
 
 `registered.py OUT NAME...`: OUT/NAME.json is `{"config", "memory", "files"}`. Tensors are pairs of a name and a shape,
 in memory in the order in which the model registers them: parameters first, then buffers that files have.
+OUT/defaults.json has the configuration of each type of models that states nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from hf_jobs.random_models import model
+from hf_jobs.random_models import RANDOM, model
 
 
 def main() -> None:
     torch.set_num_threads(1)
     out = Path(sys.argv[1])
+    defaults = {model_type: AutoConfig.for_model(model_type).to_dict() for model_type in RANDOM}
+    (out / "defaults.json").write_text(json.dumps(defaults, default=str))
     for name in sys.argv[2:]:
         options = dict(model(name))
         options.pop("seed", None)
