@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,11 +11,12 @@ import pytest
 
 from ckpt.combine import convert_lora, merge_lora
 from ckpt.combine.merged_blob import matmul_in_order
-from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
-from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Array, read
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.geometry import Box, Shape, slabs
+from ckpt_formats.core.tensor import Array, FileBlob, Tensor, read
 from held import bits, parameter
 from held import checkpoint as held_checkpoint
 
@@ -156,6 +158,33 @@ def test_experts_without_an_update_stay_as_they_are() -> None:
     weights["up_proj"][1] = expected(A, B)["up_proj"][1]
     for layout in MODELS:
         assert_merged(merge_lora(model(layout), adapter(arrays)), stored(weights, layout))
+
+
+def test_update_of_peft_is_read_once_for_all_experts(tmp_path: Path) -> None:
+    """Although each number of an expert's B lies between those of others. The model is read slab after slab."""
+    experts, rank, outputs, inputs = 16, 4, 64, 32
+    base = checkpoint({f"{ROOT}.down_proj": numbers(1, experts, outputs, inputs)}, "model", {})
+    shapes = {"A": (experts * rank, inputs), "B": (outputs, rank * experts)}
+    parameters = {}
+    for name, shape in shapes.items():
+        values = numbers(2, *shape)
+        (tmp_path / name).write_bytes(values.tobytes())
+        stored_name = f"base_model.model.{ROOT}.lora_{name}.weight"
+        blob = FileBlob.packed(tmp_path / name, 0, shape, values.dtype)
+        parameters[stored_name] = Parameter(stored_name, "parameter", {"model": Tensor.of(blob)})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 3, "target_parameters": ["experts.down_proj"]}
+    one = replace(checkpoint({}, "adapter", {"hf/adapter_config.json": config}), parameters=parameters)
+    merged = merge_lora(base, one).parameters[f"{ROOT}.down_proj"].weight
+    nbytes = dict.fromkeys(shapes, 0)
+
+    def observe(path: Path, offset: int, content: memoryview) -> None:
+        nbytes[path.name] += len(content)
+
+    with Reader(check=False) as reader, reader.observed(observe):
+        for box in slabs(merged.shape, 500):
+            merged.crop(box).read_into(np.empty(box.shape, np.float32), reader)
+    assert nbytes["B"] == 4 * prod(shapes["B"])
+    assert nbytes["A"] <= 5 * 4 * prod(shapes["A"])  # for each slab of an expert
 
 
 def test_rank_and_scale_of_a_parameter_follow_patterns() -> None:

@@ -20,7 +20,7 @@ from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter
 from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import FlatRangeBlob, Tensor, ZeroBlob, checked_read
+from ckpt_formats.core.tensor import Tensor, ZeroBlob, checked_read
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.core.views import (
@@ -29,9 +29,9 @@ from ckpt_formats.core.views import (
     group_rows,
     interleaved,
     permuted,
-    reshaped,
     rows_of,
     transposed,
+    with_shape,
 )
 
 ExpertLayout = Literal["per-expert", "peft", "stacked", "shared"]
@@ -211,8 +211,8 @@ def _split(adapter: Checkpoint, projections: _Projections, gate_up: GateUpRows |
         b = group_rows(one.b, rows, i, i + 1) if in_turn else rows_of(one.b, [(i * rows, (i + 1) * rows)])
         return LowRank(one.module, one.a, b)
 
-    halves = {name: replace(both, updates=tuple(part(one, i) for one in both.updates)) for i, name in enumerate(names)}
-    return {**halves, **rest}
+    parts = {name: replace(both, updates=tuple(part(one, i) for one in both.updates)) for i, name in enumerate(names)}
+    return {**parts, **rest}
 
 
 def _joined(
@@ -294,8 +294,9 @@ def _stored(
         for depth, name in enumerate(reversed(present)):
             one, module = projections[name], f"{root}{'.base_layer' * depth}"
             a, b = one.stack("a"), permuted(one.stack("b"), (1, 2, 0))
-            yield f"{module}.lora_A", _with_two_axes(a, a.shape[0] * a.shape[1]), f"{root}.{name}", one
-            yield f"{module}.lora_B", _with_two_axes(b, b.shape[0]), f"{root}.{name}", one
+            columns = one.rank * len(one.updates)
+            yield f"{module}.lora_A", with_shape(a, (columns, a.shape[2])), f"{root}.{name}", one
+            yield f"{module}.lora_B", with_shape(b, (b.shape[0], columns)), f"{root}.{name}", one
         return
     for name, one in projections.items():
         if layout == "per-expert":
@@ -316,11 +317,6 @@ def _stored(
                 b = one.stack("b")
         yield f"{root}.{name}.lora_A", a, f"{root}.{name}", one
         yield f"{root}.{name}.lora_B", b, f"{root}.{name}", one
-
-
-def _with_two_axes(tensor: Tensor, rows: int) -> Tensor:
-    shape = (rows, tensor.size // rows if rows else 0)
-    return reshaped(Tensor.of(FlatRangeBlob(tensor, 0, tensor.size)), 0, shape)
 
 
 def _new_config(

@@ -24,10 +24,10 @@ from ckpt.combine.sources import some_names
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import FlatRangeBlob, Tensor
+from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
-from ckpt_formats.core.views import permuted, reshaped, rows_of, unstacked_all
+from ckpt_formats.core.views import reshaped, rows_of, transposed, unstacked_all, with_shape
 
 ExpertAxes = Literal["out-in", "in-out"]
 """The order of the last two axes of a stack of experts' weights."""
@@ -72,14 +72,18 @@ class ExpertUpdate:
         """The update of each of so many experts. Raises `CorruptError` if there are fewer or more."""
         a, b = self.a, self.b
         if self.flattened:
-            rank = a.shape[0] // count
+            rank, outputs = a.shape[0] // count, b.shape[0]
             if a.shape[0] != rank * count or b.shape[1] != rank * count:
                 raise self._misfit(adapter, count)
-            a = _with_shape(a, (count, rank, a.shape[1]))
-            b = permuted(_with_shape(b, (b.shape[0], rank, count)), (2, 0, 1))
-        if any(len(one.shape) == 3 and one.shape[0] != count for one in (a, b)):
+            by_expert = unstacked_all(transposed(with_shape(b, (outputs * rank, count))))
+            each = [
+                unstacked_all(with_shape(a, (count, rank, a.shape[1]))),
+                [reshaped(one, 0, (outputs, rank)) for one in by_expert],
+            ]
+        elif any(len(one.shape) == 3 and one.shape[0] != count for one in (a, b)):
             raise self._misfit(adapter, count)
-        each = [unstacked_all(one) if len(one.shape) == 3 else [one] * count for one in (a, b)]
+        else:
+            each = [unstacked_all(one) if len(one.shape) == 3 else [one] * count for one in (a, b)]
         return [LowRank(self.module, *one) for one in zip(*each, strict=True)]
 
     def _misfit(self, adapter: Checkpoint, count: int) -> CorruptError:
@@ -185,10 +189,6 @@ def _ends(base: Checkpoint | None) -> set[str]:
             ends.add(name)
             name = name.partition(".")[2]
     return ends
-
-
-def _with_shape(tensor: Tensor, shape: Shape) -> Tensor:
-    return reshaped(Tensor.of(FlatRangeBlob(tensor, 0, tensor.size)), 0, shape)
 
 
 # --- where a model stores its experts ---

@@ -34,7 +34,8 @@ _WHOLE_ROWS = 16 << 10
 _WINDOW = 1 << 20
 """Bytes of rows that are read at once."""
 _TILE = 16 << 20
-"""Bytes of rows of a transposed matrix that a reader caches. A read of less than a 64th is not worth one."""
+"""Bytes of rows of a transposed matrix that a reader caches. To read less than a 64th of a larger matrix is not worth
+one."""
 _FEW_GROUPS = 256
 _FEW_FRAGMENTS = 1024
 """Up to so many groups of rows, and so many fragments in all, each group becomes fragments of its own."""
@@ -185,7 +186,8 @@ class TransposedBlob(ViewBlob):
     def read_into(self, out: Array, reader: Reader) -> None:
         if not out.size:
             return
-        if out.nbytes < _TILE // 64 or out.nbytes >= _TILE:
+        is_small = out.nbytes < _TILE // 64 and prod(self.base.shape) * self.dtype.itemsize > _TILE
+        if is_small or out.nbytes >= _TILE:
             self._read_directly(out, reader)
             return
         (first, low), (last, high) = self.box.start, self.box.stop
@@ -557,6 +559,14 @@ def reshaped(vector: Tensor, start: int, shape: Shape) -> Tensor:
     """The tensor whose elements, in C order, are a vector's from `start` on."""
     cut = vector.crop(Box((start,), (start + prod(shape),)))
     return from_fragments(shape, _reshaped(cut, shape), vector.dtype)
+
+
+def with_shape(tensor: Tensor, shape: Shape) -> Tensor:
+    """The tensor with its elements, in C order, under another shape of the same size."""
+    blob = tensor.fragments[0].blob if len(tensor.fragments) == 1 else None
+    if isinstance(blob, FileBlob) and not tensor.replicas and blob.shape == tensor.shape and blob.is_packed:
+        return Tensor.of(blob.shaped(shape))
+    return reshaped(Tensor.of(FlatRangeBlob(tensor, 0, tensor.size)), 0, shape)
 
 
 def permuted(tensor: Tensor, axes: Sequence[int]) -> Tensor:

@@ -23,17 +23,17 @@ from math import prod
 
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import FileBlob, FlatRangeBlob, Tensor
+from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.views import (
     LayersBlob,
     group_rows,
     halves_of_rotary,
     interleaved,
     pairs_of_rotary,
-    reshaped,
     rows_of,
     transposed,
     unstacked_all,
+    with_shape,
 )
 from ckpt_formats.names.expressions import Expression, Scope, evaluate, expression_of, natural, shown_value
 
@@ -157,7 +157,7 @@ def _packed(node: Node, scope: Scope, get: TensorOf, shape: ShapeOf) -> Tensor:
     if node.kind == "T":
         return transposed(tensors[0])
     if node.kind == "shaped":
-        return _reshaped(tensors[0], _given_shape(node, scope, shapes[0]))
+        return with_shape(tensors[0], _given_shape(node, scope, shapes[0]))
     if node.kind == "rope":
         return pairs_of_rotary(tensors[0], _groups(node, scope, shapes, 2))
     return tensors[0]
@@ -195,7 +195,7 @@ def _part_of(node: Packing, tensor: Tensor, scope: Scope, shape: ShapeOf) -> Ten
         return rows_of(tensor, [(0, inner[0])]) if tensor.shape[0] > inner[0] else tensor
     if node.kind == "shaped":
         _check_fits(tensor.shape == _given_shape(node, scope, inner))
-        return _reshaped(tensor, inner)
+        return with_shape(tensor, inner)
     if node.kind == "rope":
         _check_fits(tensor.shape == inner)
         return halves_of_rotary(tensor, _groups(node, scope, [inner], 2))
@@ -233,13 +233,6 @@ def _given_shape(node: Packing, scope: Scope, inner: Shape) -> Shape:
         shown = ", ".join(map(shown_value, lengths))
         raise CorruptError(f"{_names(node)} has the shape {list(inner)}, which cannot be reshaped to [{shown}]")
     return shape
-
-
-def _reshaped(tensor: Tensor, shape: Shape) -> Tensor:
-    blob = tensor.fragments[0].blob if len(tensor.fragments) == 1 else None
-    if isinstance(blob, FileBlob) and not tensor.replicas and blob.shape == tensor.shape and blob.is_packed:
-        return Tensor.of(blob.shaped(shape))
-    return reshaped(Tensor.of(FlatRangeBlob(tensor, 0, tensor.size)), 0, shape)
 
 
 def _check_fits(fits: bool) -> None:
