@@ -212,8 +212,8 @@ def families() -> tuple[Family, ...]:
 @cache
 def _family_tables() -> Mapping[str, dict[str, Any]]:
     """The tables of families by name. Few processes need more than one of them as a `Family`."""
-    files = sorted((_HERE / "families").glob("*.toml"))
-    return {file.stem: tomllib.loads(file.read_text("utf-8")) for file in files}
+    names = sorted(file.name for file in (_HERE / "families").glob("*.toml"))
+    return {name.removesuffix(".toml"): tomllib.loads(_text(f"families/{name}")) for name in names}
 
 
 @cache
@@ -307,7 +307,11 @@ def parse_expressions(table: Mapping[str, str]) -> dict[str, Expression]:
 
 
 def _read(name: str) -> dict[str, Any]:
-    return tomllib.loads((_HERE / f"{name}.toml").read_text("utf-8"))
+    return tomllib.loads(_text(f"{name}.toml"))
+
+
+def _text(name: str) -> str:
+    return (_HERE / name).read_text("utf-8")
 
 
 def _problems(family: Family) -> Iterator[str]:

@@ -206,9 +206,10 @@ def gemma(rng: random.Random) -> Entries:
 
 
 def _gemma_heads(rng: random.Random) -> Entries:
-    """Its configuration wants a hidden size that the heads divide, whatever their width."""
+    """Logits with and without caps, and queries that are scaled by another number than their width."""
     caps = {"attn_logit_softcapping": rng.choice((None, 20.0)), "final_logit_softcapping": rng.choice((None, 30.0))}
-    return {**gemma(rng), **caps, "query_pre_attn_scalar": rng.randrange(5, 50)}
+    kinds = {"hidden_activation": rng.choice(("gelu_pytorch_tanh", "gelu"))}
+    return {**gemma(rng), **caps, **kinds, "query_pre_attn_scalar": rng.randrange(5, 50)}
 
 
 def gemma2(rng: random.Random) -> Entries:
@@ -238,7 +239,7 @@ def hunyuan_moe(rng: random.Random) -> Entries:
 
 
 def llama4(rng: random.Random) -> Entries:
-    experts = {"num_local_experts": rng.choice((3, 5)), "interleave_moe_layer_step": rng.choice((1, 2))}
+    experts = {"num_local_experts": rng.choice((3, 5)), "interleave_moe_layer_step": rng.choice((1, 2, 3))}
     return {**common(rng), **experts, "intermediate_size_mlp": rng.randrange(70, 90)}
 
 
