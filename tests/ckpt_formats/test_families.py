@@ -9,7 +9,7 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.tensor import read
-from ckpt_formats.names.arguments import to_arguments
+from ckpt_formats.names.arguments import ARGUMENTS, to_arguments
 from ckpt_formats.names.config import CONFIG, checked_values, configured_model
 from ckpt_formats.names.packings import stored_shape
 from ckpt_formats.names.tables import family_of
@@ -123,3 +123,36 @@ def test_optimizer_states_go_with_the_weights(family: str) -> None:
     back = to_hf(replace(there, extras=extras))
     for state in ("model", "exp_avg"):
         assert values(back, state) == values(source, state)
+
+
+def deepseek(**changes: Any) -> dict[str, Any]:
+    return entries("deepseek_v3", **{"num_nextn_predict_layers": 1, "tie_word_embeddings": False, **changes})
+
+
+@pytest.mark.parametrize("present", [True, False], ids=["present", "left out"])
+def test_layers_for_multi_token_prediction_are_translated_if_the_source_has_them(present: bool) -> None:
+    """transformers states them in its configurations, but leaves them out of its files."""
+    config = deepseek()
+    source, prefix = in_hf(config, model=1), f"model.layers.{config['num_hidden_layers']}."
+    if not present:
+        rest = {name: one for name, one in source.parameters.items() if not name.startswith(prefix)}
+        source = replace(source, parameters=rest)
+    there = to_megatron(source)
+    assert any(name.startswith("mtp.layers.0.") for name in there.parameters) == present
+    assert there.extras[ARGUMENTS].get("mtp_num_layers") == (1 if present else None)
+    assert to_hf(there).parameters.keys() == source.parameters.keys()
+
+
+def test_kimi_k2_has_the_tensors_of_deepseek_v3() -> None:
+    kimi, other = (to_megatron(in_hf(deepseek(model_type=kind), model=1)) for kind in ("kimi_k2", "deepseek_v3"))
+    assert values(kimi, "model") == values(other, "model")
+    config = to_hf(replace(kimi, extras={ARGUMENTS: kimi.extras[ARGUMENTS]})).extras[CONFIG]
+    assert config["model_type"] == "deepseek_v3"  # Megatron's arguments do not tell which
+
+
+@pytest.mark.parametrize(("epsilon", "is_noted"), [(1e-6, False), (1e-5, True)])
+def test_another_epsilon_inside_latent_attention_is_noted(epsilon: float, is_noted: bool) -> None:
+    there = to_megatron(in_hf(deepseek(rms_norm_eps=epsilon), model=1))
+    back = to_hf(replace(there, extras={ARGUMENTS: there.extras[ARGUMENTS]}))
+    for one in (there, back):
+        assert any("latent_epsilon" in name for notice in one.notices for name in notice.names) == is_noted
