@@ -42,6 +42,7 @@ from ckpt_formats.core.values import brief, tensor_names
 from ckpt_formats.universal.gradients import layout as layouts
 from damage import SAMPLES, ckpt, member
 from forged import forge, signed
+from gguf_models import write_model
 from gradient_logs import small_log
 from run import Round
 
@@ -200,6 +201,7 @@ def make_targets(folder: Path) -> list[Target]:
         _safetensors(),
         _hf(folder),
         _msgpack(folder),
+        _gguf(folder),
         *_torch(folder),
         _receipts(),
         _job(),
@@ -387,6 +389,20 @@ def _msgpack(folder: Path) -> Target:
         commands(place / "m.msgpack")
 
     return Target("msgpack", [(folder / "m.msgpack").read_bytes()], changed_bytes, read)
+
+
+def _gguf(folder: Path) -> Target:
+    assert run("convert", write_model(folder / "llama", "llama"), folder / "m.gguf") == 0
+    content = (folder / "m.gguf").read_bytes()
+
+    def read(data: bytes, folder: Path) -> None:
+        (folder / "m.gguf").write_bytes(data)
+        commands(folder / "m.gguf")
+        run("convert", folder / "m.gguf", folder / "hf", "--to", "hf")
+        run("convert", folder / "m.gguf", folder / "n.gguf", "--outtype", "q8_0")
+
+    # The header is in the first bytes, and one byte of the tensors is like the other.
+    return Target("gguf", [content], lambda data, random: changed_bytes(data[:3000], random) + data[3000:], read)
 
 
 def _torch(folder: Path) -> list[Target]:

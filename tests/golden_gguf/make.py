@@ -1,7 +1,7 @@
 """Compare the logits of llama.cpp and of transformers for all models of `gguf_models`, and note the files.
 
     pip install xllamacpp cffi llama-cpp-py-sync
-    python tests/golden_gguf/make.py
+    python tests/golden_gguf/make.py [NAME ...]
 
 llama.cpp computes with a float32 cache and without flash attention. `logits.json` has the configuration of each model;
 afterwards it also has the digest of the file that ckpt writes, the largest difference of logits and the largest logit.
@@ -82,18 +82,18 @@ def of_transformers(folder: Path) -> np.ndarray:
         return np.asarray(model.eval()(torch.tensor(TOKENS)[None]).logits[0])
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     import ckpt
     from gguf_models import GOLDEN, write_model
 
-    notes = {}
+    notes = dict(GOLDEN)
     with tempfile.TemporaryDirectory() as scratch:
-        for name in GOLDEN:
+        for name in names or GOLDEN:
             folder = write_model(Path(scratch) / name, name)
             file = Path(scratch) / f"{name}.gguf"
             ckpt.save(ckpt.open(folder), file)
             own = Path(scratch) / "logits.npy"
-            subprocess.run([sys.executable, __file__, str(file), str(own)], check=True, timeout=SECONDS)
+            subprocess.run([sys.executable, __file__, "--logits", str(file), str(own)], check=True, timeout=SECONDS)
             expected = of_transformers(folder)
             difference = float(np.abs(np.load(own) - expected).max())
             notes[name] = {
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        np.save(sys.argv[2], of_llama_cpp(sys.argv[1]))
+    if sys.argv[1:2] == ["--logits"]:
+        np.save(sys.argv[3], of_llama_cpp(sys.argv[2]))
     else:
-        main()
+        main(sys.argv[1:])
