@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import zlib
@@ -59,7 +60,7 @@ def facts(config: Mapping[str, Any]) -> Facts:
             continue
         result[dialect] = [(one.names, stored_shape(one.packing, one.scope, described.shape)) for one in stored]
     settings = configured.family.settings
-    result["written"] = write(settings, described.values)
+    result["written"] = _written(settings, described.values)
     result["preferred"] = is_preferred(described.values, configured.family)
     result["plain"] = {name: _refuses(settings, name) for name in settings.plain}
     result["ignored"] = [configured.family.ignored.pattern, configured.family.others.pattern]
@@ -69,6 +70,13 @@ def facts(config: Mapping[str, Any]) -> Facts:
     except CkptError as error:
         result["refused"] = str(error)
     return result
+
+
+def _written(settings: tables.Settings, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    try:
+        return write(settings, values)
+    except CkptError:
+        return None
 
 
 def facts_of_megatron() -> Facts:
@@ -159,3 +167,18 @@ def configurations(seeds: int = 6) -> dict[str, list[dict[str, Any]]]:
         stated = {"rope_parameters", "initializer_range", *own.settings.defaults}
         result[own.name] = [*full, {key: value for key, value in full[0].items() if key not in stated}]
     return result
+
+
+def digests() -> dict[str, str]:
+    """A digest of the facts of each random model, and of what is read of Megatron's arguments."""
+    result = {"megatron": _digest(facts_of_megatron())}
+    for family, configs in configurations(3).items():
+        result |= {f"{family}-{i}": _digest(facts(config)) for i, config in enumerate(configs)}
+    return result
+
+
+def _digest(known: Facts) -> str:
+    """Errors count, but not their texts."""
+    stated = {**known, "problems": list(known.get("problems", ())), "refused": "refused" in known}
+    stated |= {name: True for name in tables.DIALECTS if isinstance(stated.get(name), str)}
+    return f"{zlib.crc32(json.dumps(stated, sort_keys=True, default=repr).encode()):08x}"

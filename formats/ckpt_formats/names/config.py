@@ -1,6 +1,6 @@
 """The hyperparameters in a config.json of transformers, and the config.json of a model."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsupportedError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.text import printable
-from ckpt_formats.names.expressions import evaluate
+from ckpt_formats.names.expressions import Expression, evaluate, names_of
 from ckpt_formats.names.hyperparameters import (
     ModelReading,
     Values,
@@ -145,8 +145,26 @@ def to_config(values: Values, family: Family, dtype: str | None) -> dict[str, An
 
 def differing(values: Values, family: Family) -> tuple[str, ...]:
     """The hyperparameters that models of the family cannot have."""
-    config = _written(values, family)
+    try:
+        config = _written(values, family)
+    except CkptError:
+        return tuple(sorted(_not_stated(values, family)))
     return tuple(name for name, _, _ in differences(values, read_config(config, family)))
+
+
+def _not_stated(values: Values, family: Family) -> Iterator[str]:
+    """The hyperparameters of entries that cannot be computed of these values."""
+    for expression in family.settings.write.values():
+        if not _can_be_computed(expression, values):
+            yield from names_of(expression)
+
+
+def _can_be_computed(expression: Expression, values: Values) -> bool:
+    try:
+        evaluate(expression, values)
+    except CkptError:
+        return False
+    return True
 
 
 def is_preferred(values: Values, family: Family) -> bool:
