@@ -24,6 +24,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "norms of all queries at once, and windows": ("olmo3", {}, "norms_before"),
     "a balance bias of a softmax": ("ernie4_5_moe", {}, "router_correction"),
     "biases of attention alone": ("qwen3_moe", {"attention_bias": True}, "o_bias"),
+    "biases of attention alone in a dense model": ("qwen3", {"attention_bias": True}, "o_bias"),
     "no biases of attention": ("gpt_oss", {"attention_bias": False}, "qkv_bias"),
     "another sigmoid of GPT-OSS": ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha"),
     "weights of experts that do not add up to one": (

@@ -147,7 +147,7 @@ def glm4_moe(rng: random.Random) -> Entries:
         "n_shared_experts": rng.choice((1, 2)),
         "first_k_dense_replace": rng.randrange(0, entries["num_hidden_layers"]),
         "routed_scaling_factor": rng.choice((1.0, 1.5, 2.5)),
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": 0 if entries["tie_word_embeddings"] else rng.choice((0, 1, 2)),
     }
 
 
