@@ -137,7 +137,8 @@ def test_values_are_brought_to_a_step_by_its_object(tmp_path: Path) -> None:
     for step in (0, 1, 2):
         ranks.fill(weights_at(step))
         encoded = ranks.values[0].encode(step == 0)
-        assert (encoded.share.state, encoded.changed) == (ranks.values[0].state(), 0 if step == 0 else 333)
+        assert encoded.share.state == ranks.values[0].state()
+        assert step == 0 or ranks.values[0].count_changes() == 333
         ranks.accept()
         resumed.apply(encoded.object, encoded.share, step == 0, tmp_path)
         assert resumed.published_piece(0).tobytes() == weights_at(step)["matrix"].tobytes()

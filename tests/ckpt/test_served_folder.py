@@ -225,6 +225,19 @@ def test_folder_before_has_its_own_files_until_it_is_released(run: PublishedRun,
     assert served_bytes(target / "current") == bytes_of(weights_at(6))
 
 
+def test_files_of_the_model_are_read_once(run: PublishedRun, tmp_path: Path) -> None:
+    source = PublishedSource(run.run, patience=0.0)
+    with ServedFolder(tmp_path / "served", source, 1) as served:
+        for step in (3, 4):
+            head = source.head()
+            assert head is not None
+            advance = served.advance(head, head.record)
+            assert (advance.step.step, (advance.path / "config.json").read_bytes()) == (step, FILES["config.json"])
+            for ref in run.model.files.values():
+                (run.run / ref.key).unlink(missing_ok=True)
+            run.publish(4, weights_at(4))
+
+
 def test_each_step_is_posted_and_run_and_failures_do_not_stop_following(run: PublishedRun, tmp_path: Path) -> None:
     target, log = tmp_path / "served", tmp_path / "log"
     command = f'echo "$CKPT_EPOCH $CKPT_STEP $CKPT_HASH $CKPT_PATH" >> {log}; exit 3'

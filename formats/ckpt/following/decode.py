@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 _RANKS_AT_ONCE = 8
 """Ranks whose objects are fetched or decoded at the same time."""
+_REQUESTS_AT_ONCE = 16
+"""Objects, of all steps and ranks, that are fetched at the same time."""
 _DENSE = 4
 """A chunk of which more than one value in so many changed is stored whole."""
 _WHOLE_NBYTES = 1 << 20
@@ -209,6 +211,7 @@ def _each_chunk(
     with (
         ThreadPoolExecutor(threads, "ckpt-decode") as decoders,
         ThreadPoolExecutor(min(_RANKS_AT_ONCE, len(model.pieces)), "ckpt-fetch") as fetchers,
+        ThreadPoolExecutor(_REQUESTS_AT_ONCE, "ckpt-request") as requests,
     ):
 
         def of_rank(rank: int) -> tuple[list[T], bytes, int]:
@@ -219,7 +222,7 @@ def _each_chunk(
                 chunks = layout.chunks(rank)
                 if not chunks and sum(model.chunk_counts(rank)) > 0:
                     return [], b"", 0
-                shares = [_fetch(source, record, layout, rank) for record in route.records]
+                shares = list(requests.map(lambda record: _fetch(source, record, layout, rank), route.records))
                 pending.extend(decoders.submit(of_chunk, chunk, shares) for chunk in chunks)
                 digests = shares[-1].header.digests if shares else b""
                 return [one.result() for one in pending], digests, sum(one.nbytes for one in shares)

@@ -135,6 +135,7 @@ class PublishedSource:
         self._version: Version | None = None
         self._newest: Head | None = None
         self._records: dict[str, bytes] = {}
+        self._files: dict[ObjectRef, bytes] = {}
         self._is_past_caches = False
         """Whether all reads are such that no cache answers them."""
         self._model: tuple[ObjectRef, PublishedModel] | None = None
@@ -244,6 +245,7 @@ class PublishedSource:
             if self.signing_key is not None and any(ref.sha256 is None for ref in model.files.values()):
                 raise CorruptError("a file of the model is not signed", where=self.where / record.model.key)
             self._model = record.model, model
+            self._files = {ref: data for ref, data in self._files.items() if ref in model.files.values()}
         model = self._model[1]
         if len(model.pieces) != len(record.shares):
             raise CorruptError("the record has another number of ranks than its model", where=self.where / record.key)
@@ -251,12 +253,19 @@ class PublishedSource:
 
     def files(self, record: StepRecord) -> dict[str, bytes]:
         """The files that a folder of the model has beside its weights, by name. Raises as `model`."""
-        return {name: self._small(record, ref, MAX_FILE) for name, ref in self.model(record).files.items()}
+        model = self.model(record)
+        return {name: self._file(record, ref) for name, ref in model.files.items()}
 
     def file(self, record: StepRecord, name: str) -> bytes | None:
         """A file that a folder of the model has beside its weights; None if it has no such file. Raises as `model`."""
         ref = self.model(record).files.get(name)
-        return None if ref is None else self._small(record, ref, MAX_FILE)
+        return None if ref is None else self._file(record, ref)
+
+    def _file(self, record: StepRecord, ref: ObjectRef) -> bytes:
+        """A file of the model: those of the last model that was read stay in memory, so that no step waits for them."""
+        if ref not in self._files:
+            self._files[ref] = self._small(record, ref, MAX_FILE)
+        return self._files[ref]
 
     def fetch(self, record: StepRecord, ref: ObjectRef, most: int) -> memoryview:
         """An object of a step, compared with its hash: (nbytes,) uint8, in memory or mapped from a temporary file.

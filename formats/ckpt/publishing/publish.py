@@ -253,7 +253,7 @@ class _Publishing:
                 if route is not None:
                     delta = self._put(buffers.encode(is_base=False))
                     result.deltas.append(delta.share)
-                    result.changed += delta.changed
+                    result.changed += buffers.count_changes()
                 if is_base or route is None:
                     result.bases.append(self._put(buffers.encode(is_base=True)).share)
                 count(sum(piece.size * model.tensors[piece.tensor].dtype.itemsize for piece in model.pieces[rank]))

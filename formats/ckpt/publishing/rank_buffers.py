@@ -36,8 +36,6 @@ class EncodedShare:
 
     object: bytes
     share: RankShare
-    changed: int
-    """The number of values that differ from the published ones; 0 for a base."""
 
     __repr__ = short_repr
 
@@ -132,20 +130,32 @@ class RankBuffers:
     def _encoded(
         self, earlier: Array | None, earlier_digests: list[bytes] | None, values: Array, digests: list[bytes]
     ) -> EncodedShare:
-        def encode(chunk: int) -> tuple[bytes, int]:
+        def encode(chunk: int) -> bytes:
             after = self._chunk(values, chunk)
             if earlier is None or earlier_digests is None:
-                return encode_chunk(None, after), 0
+                return encode_chunk(None, after)
             if earlier_digests[chunk] == digests[chunk]:
-                return b"", 0
-            before = self._chunk(earlier, chunk)
-            return encode_chunk(before, after), _count_changes(before, after)
+                return b""
+            return encode_chunk(self._chunk(earlier, chunk), after)
 
         with self._mapped() as run:
             encoded = list(run(encode, range(len(self._chunks))))
-        data = share_bytes([chunk for chunk, _ in encoded], digests)
-        share = RankShare(ObjectRef.of(data, self._is_signed), hash_bytes(b"".join(digests)))
-        return EncodedShare(data, share, sum(changed for _, changed in encoded))
+        data = share_bytes(encoded, digests)
+        return EncodedShare(data, RankShare(ObjectRef.of(data, self._is_signed), hash_bytes(b"".join(digests))))
+
+    def count_changes(self) -> int:
+        """The number of next values whose bits differ from the published ones."""
+        earlier, digests = self._published_digests, self._digests()
+        if earlier is None:
+            raise InvalidArgumentError("there are no published values to compare with")
+
+        def count(chunk: int) -> int:
+            if earlier[chunk] == digests[chunk]:
+                return 0
+            return _count_changes(self._chunk(self._published, chunk), self._chunk(self._next, chunk))
+
+        with self._mapped() as run:
+            return sum(run(count, range(len(self._chunks))))
 
     def copy_published(self, memory: Array) -> "PublishedCopy":
         """Copy the published values, for a fold. `memory`: (nbytes,) uint8, as many as `nbytes_of`, perhaps mapped."""
