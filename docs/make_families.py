@@ -4,8 +4,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_formats.names.overview import FamilySummary, family_summaries
-from ckpt_formats.names.tables import DIALECTS
+from ckpt_formats.names.overview import LIBRARIES, FamilySummary, family_summaries
 
 PAGE = Path(__file__).with_name("families.md")
 
@@ -21,16 +20,19 @@ ckpt refuses a model with an option that Megatron core does not have, and names 
 Models of other families can be converted, too: under the names that they have.
 """
 
-LIBRARIES = {
+TITLES = {
     "hf": "Hugging Face's files",
     "hf_memory": "transformers in memory",
     "megatron": "Megatron's names",
+    "gguf": "llama.cpp",
+    "torchtitan": "TorchTitan",
+    "meta": "Meta",
 }
 
 
 def page() -> str:
     columns = ["family", "`model_type`", "classes", "Megatron core", "experts", "MTP"]
-    columns += [LIBRARIES.get(name, name) for name in DIALECTS]
+    columns += [TITLES.get(name, name) for name in LIBRARIES]
     lines = [HEAD, _row(columns), _row(["---"] * len(columns))]
     lines += [_row(_cells(one)) for one in family_summaries()]
     lines += ["", "**MTP**: layers for multi-token prediction.", ""]
@@ -42,7 +44,7 @@ def _cells(family: FamilySummary) -> Iterator[str]:
     yield ", ".join(f"`{name}`" for name in family.model_types)
     yield ", ".join(f"`{name}`" for name in family.architectures)
     yield from map(_mark, (family.in_megatron, family.has_experts, family.has_mtp))
-    yield from (_mark(name in family.libraries) for name in DIALECTS)
+    yield from (_mark(name in family.libraries) for name in LIBRARIES)
 
 
 def _mark(is_there: bool) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-NAMINGS = ("hf", "megatron", "megatron-legacy")
+NAMINGS = ("hf", "megatron", "megatron-legacy", "torchtitan", "meta")
 """The names that tensors can have: those of Hugging Face, of Megatron core, or of older Megatron."""
 
 

@@ -22,7 +22,7 @@ _MEGATRON = ("megatron", "megatron-legacy")
 
 @dataclass(frozen=True)
 class UseNames(Edit):
-    """All tensors under the names of Hugging Face's libraries or of Megatron."""
+    """All tensors under the names of one library."""
 
     naming: Naming
 
@@ -124,18 +124,22 @@ def _configuration(source: Checkpoint, path: Path | None) -> Mapping[str, Any] |
 
 def _renamed(source: Checkpoint, naming: Naming, config: Mapping[str, Any] | None) -> Checkpoint:
     from ckpt_formats.engines.hf.model_names import with_model_names
-    from ckpt_formats.names.translate import naming_of, to_core, to_hf, to_legacy, to_megatron
+    from ckpt_formats.names.translate import NATIVE, naming_of, to_core, to_hf, to_legacy, to_megatron
 
     current, partial = naming_of(source), source.is_partial
-    if current == naming == "gguf":
+    if current == naming and naming in ("gguf", *NATIVE):
         return source
+    if current in NATIVE:
+        from ckpt_formats.names.native import from_native
+
+        source, current = from_native(source, current, config, partial=partial), "hf"
     if current == "gguf":
         from ckpt_formats.names.llama_cpp import from_llama_cpp
 
         source, current = from_llama_cpp(source, config, partial=partial), "hf"
         config = _configuration(source, None)
     is_megatron = current in _MEGATRON
-    if naming in ("hf", "gguf") and is_megatron:
+    if naming in ("hf", "gguf", *NATIVE) and is_megatron:
         named = to_hf(source, config, partial=partial)
     else:
         named = source if is_megatron or config is None else with_model_names(source, config)
@@ -145,6 +149,10 @@ def _renamed(source: Checkpoint, naming: Naming, config: Mapping[str, Any] | Non
         from ckpt_formats.names.llama_cpp import to_llama_cpp
 
         return to_llama_cpp(named, config, partial=partial)
+    if naming in NATIVE:
+        from ckpt_formats.names.native import to_native
+
+        return to_native(named, naming, config, partial=partial)
     megatron = named if is_megatron else to_megatron(named, config, partial=partial)
     return to_legacy(megatron) if naming == "megatron-legacy" else to_core(megatron)
 
@@ -155,7 +163,7 @@ def _needed(
     """The names that the format needs, if they differ from the current ones and can be derived; else None."""
     from ckpt_formats.names.arguments import ARGUMENTS
     from ckpt_formats.names.tables import family_of
-    from ckpt_formats.names.translate import GGUF_VALUES
+    from ckpt_formats.names.translate import GGUF_VALUES, NATIVE
 
     if "gguf" in (current, naming):
         # The names of an architecture that is not known stay as they are.
@@ -164,5 +172,5 @@ def _needed(
     known = config is not None and family_of(config) is not None
     if naming == "hf":
         translatable = chosen or known or isinstance(source.extras.get(ARGUMENTS), Record)
-        return "hf" if current in _MEGATRON and translatable else None
+        return "hf" if current in (*_MEGATRON, *NATIVE) and translatable else None
     return "megatron" if current not in _MEGATRON and known else None

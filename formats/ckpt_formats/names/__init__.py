@@ -11,5 +11,6 @@ config           those in a config.json; arguments: those in the arguments of Me
 model            the stored tensors of a model in a dialect
 describe         the model in a checkpoint: its configuration and arguments, checked against each other
 renames          a checkpoint under other names; legacy: names from before Megatron core
+native           names of libraries whose checkpoints state no model: TorchTitan's, Meta's
 translate        the whole translation: `to_hf`, `to_megatron`, `to_core`, `to_legacy`; the shapes must fit
 """

@@ -9,7 +9,12 @@ from ckpt_formats.names.arguments import to_arguments
 from ckpt_formats.names.config import model_of, read_config
 from ckpt_formats.names.expressions import names_of
 from ckpt_formats.names.hyperparameters import Values
-from ckpt_formats.names.tables import DIALECTS, Family, families, hyperparameters
+from ckpt_formats.names.llama_cpp import llama_architectures
+from ckpt_formats.names.tables import DIALECTS, Family, dialect, families, hyperparameters
+from ckpt_formats.names.translate import NATIVE
+
+LIBRARIES = (*DIALECTS, "gguf", *NATIVE)
+"""The dialects of tensor names: those with settings for all families first."""
 
 _ENTRIES: Mapping[str, Any] = {
     "num_hidden_layers": 4,
@@ -92,6 +97,9 @@ def _libraries(family: Family, values: Values) -> Iterator[str]:
         except CkptError:
             continue
         yield name
+    if any(family.name in one.families for one in llama_architectures()):
+        yield "gguf"
+    yield from (name for name in NATIVE if family.name in dialect(name).other["families"])
 
 
 def _has_arguments(values: Values) -> bool:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
@@ -33,7 +33,12 @@ from ckpt_formats.names.packings import pack, unpack
 from ckpt_formats.names.renames import TensorRename, apply_renames
 from ckpt_formats.names.tables import Family, dialect
 
-Naming = Literal["hf", "megatron", "megatron-legacy", "gguf"]
+Naming = Literal["hf", "megatron", "megatron-legacy", "gguf", "torchtitan", "meta"]
+
+NATIVE: tuple[Naming, ...] = ("torchtitan", "meta")
+"""The names of libraries whose checkpoints state no model."""
+_OF_TITAN = re.compile(r"layers\.\d{1,6}\.(?:attention\.qkv_linear\..+|moe\..+)")
+_OF_META = re.compile(r"layers\.\d{1,6}\.attention\.w[qkvo]\.weight")
 
 GGUF_VALUES = "gguf"
 """The key of the values of a file of llama.cpp in a checkpoint's extras: a dict."""
@@ -55,6 +60,9 @@ def naming_of(checkpoint: Checkpoint) -> Naming | None:
         return "gguf"
     if _megatron_patterns().intersection(map(pattern_of, own)):
         return "megatron"
+    for naming, pattern in (("torchtitan", _OF_TITAN), ("meta", _OF_META)):
+        if any(map(pattern.fullmatch, own)):
+            return cast(Naming, naming)
     configured = configured_model(config_of(checkpoint))
     if configured is None:
         return None

@@ -1,0 +1,86 @@
+"""Models under the names of libraries whose checkpoints state no model: TorchTitan's and Meta's; and back.
+
+`dialects/torchtitan.toml` and `meta.toml` have the names, and the families of which they are known.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint
+from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.tensor import with_replicas
+from ckpt_formats.names.config import CONFIG
+from ckpt_formats.names.describe import ModelDescription, by_config_alone
+from ckpt_formats.names.tables import Dialect, changed_dialect, dialect
+from ckpt_formats.names.translate import NATIVE, translated, without
+
+_COMPUTED = re.compile(r"rope\.freqs|freqs_cis")
+"""Tensors that old files have, although all versions compute them."""
+
+
+def to_native(
+    source: Checkpoint, name: str, config: Mapping[str, Any] | None = None, *, partial: bool = False
+) -> Checkpoint:
+    """A checkpoint with transformers' names under those of a library: one of `NATIVE`.
+
+    `config` is the model's configuration; by default it is the checkpoint's own. `partial` allows missing tensors.
+
+    Raises: UnsupportedError for a model whose names are not known, IncompleteError or CorruptError for tensors that are
+    missing or contradict the configuration.
+    """
+    description = by_config_alone(source, config)
+    family = description.family
+    if family.name not in dialect(name).other["families"]:
+        known = ", ".join(dialect(name).other["families"])
+        raise UnsupportedError(
+            f"the names of models of the family {family.name} in {name} are not known", hint=f"Known are {known}."
+        )
+    renamed = translated(without(source, family.ignored), _with_names(description, name), "hf", name, partial=partial)
+    return replace(renamed, extras={**source.extras, CONFIG: dict(description.config)})
+
+
+def from_native(
+    source: Checkpoint, name: str, config: Mapping[str, Any] | None = None, *, partial: bool = False
+) -> Checkpoint:
+    """A checkpoint with the names of a library under those of transformers. Raises as `to_native`."""
+    description = by_config_alone(source, config)
+    family = description.family.name
+    known = next((one for one in (name, *NATIVE) if family in dialect(one).other["families"]), None)
+    if known is None:
+        raise UnsupportedError(f"the names of models of the family {family} in {name} are not known", where=source.path)
+    named = _with_names(description, known)
+    renamed = translated(_with_one_head(without(source, _COMPUTED), named, known), named, known, "hf", partial=partial)
+    return replace(renamed, extras={**source.extras, CONFIG: dict(description.config)})
+
+
+def _with_one_head(source: Checkpoint, description: ModelDescription, name: str) -> Checkpoint:
+    """The checkpoint with one tensor for a tied head that was saved twice. Both are compared when they are read."""
+    tie = description.model.tie(name)
+    if tie is None or source.aliases:
+        return source
+    names = {other for one in description.model.stored(name) if tie.alias in one.names for other in one.names}
+    heads = names & source.parameters.keys()
+    embedding = source.parameters.get(tie.name)
+    if len(heads) != 1 or embedding is None:
+        return source
+    (head,) = heads
+    if source.parameters[head].states.keys() != {MODEL}:
+        return source  # refused: it was trained as a tensor of its own
+    states = {**embedding.states, MODEL: with_replicas([embedding.weight, source.parameters[head].weight])}
+    parameters = {key: one for key, one in source.parameters.items() if key != head}
+    groups = tuple(replace(one, names=tuple(n for n in one.names if n != head)) for one in source.groups)
+    return replace(source, parameters={**parameters, tie.name: replace(embedding, states=states)}, groups=groups)
+
+
+def _with_names(description: ModelDescription, name: str) -> ModelDescription:
+    own = {**description.family.dialects, name: _names_of(name, description.family.name)}
+    return replace(description, model=replace(description.model, dialects=own))
+
+
+@cache
+def _names_of(name: str, family: str) -> Dialect:
+    base = dialect(name)
+    return changed_dialect(base, name, {"names": base.other["families"][family]})

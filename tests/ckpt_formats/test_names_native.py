@@ -1,0 +1,145 @@
+"""Names of TorchTitan and of Meta: the rows of queries and keys in rotary pairs, stacks of experts, ties."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt.rename import use_names
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import IncompleteError, UnsupportedError
+from ckpt_formats.core.tensor import Array, read
+from ckpt_formats.names.config import CONFIG, configured_model
+from ckpt_formats.names.tables import dialect, families
+from ckpt_formats.names.translate import NATIVE, Naming, naming_of
+from held import array, bits, checkpoint, contents, parameter
+
+HEADS, GROUPS, WIDTH, LAYERS = 6, 3, 4, 2
+SIZES = {
+    "num_hidden_layers": LAYERS,
+    "hidden_size": 7,
+    "intermediate_size": 5,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "head_dim": WIDTH,
+    "vocab_size": 11,
+    "max_position_embeddings": 8,
+    "rms_norm_eps": 1e-6,
+}
+CONFIGS: Mapping[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    "mistral": {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 4,
+        "norm_topk_prob": True,
+    },
+}
+
+
+def model(family: str, **entries: Any) -> Checkpoint:
+    """A model of transformers with a moment for each weight."""
+    config = {**SIZES, **CONFIGS[family], "tie_word_embeddings": False, **entries}
+    configured = configured_model(config)
+    assert configured is not None
+    known = configured.model
+    parameters = []
+    for i, one in enumerate(known.stored("hf")):
+        (key,) = one.keys
+        if one.names[0] == "lm_head.weight" and config["tie_word_embeddings"]:
+            continue
+        shape = known.shape(key[0], one.scope)
+        states = {state: array(DTYPES["float32"], shape, 2 * i + n) for n, state in enumerate(("model", "exp_avg"))}
+        parameters.append(parameter(one.names[0], states))
+    return checkpoint(parameters, (), {CONFIG: config})
+
+
+def permuted(weight: Array, heads: int) -> Array:
+    """The inverse of `permute` in transformers' convert_llama_weights_to_hf: pairs of rows are adjacent."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1])
+    result: Array = halves.transpose(0, 2, 1, 3).reshape(weight.shape)
+    return result
+
+
+def values(source: Checkpoint, name: str, state: str = "model") -> Array:
+    return read(source.parameters[name].states[state])
+
+
+@pytest.mark.parametrize(
+    ("family", "naming", "inside"),
+    [
+        ("llama", "torchtitan", "attention.qkv_linear"),
+        ("llama", "meta", "attention"),
+        ("mistral", "meta", "attention"),
+    ],
+)
+def test_queries_and_keys_are_in_rotary_pairs_with_their_moments(family: str, naming: Naming, inside: str) -> None:
+    source = model(family)
+    renamed = use_names(source, naming)
+    for theirs, ours, heads in (("wq", "q_proj", HEADS), ("wk", "k_proj", GROUPS)):
+        for layer in range(LAYERS):
+            for state in ("model", "exp_avg"):
+                own = values(source, f"model.layers.{layer}.self_attn.{ours}.weight", state)
+                assert bits(values(renamed, f"layers.{layer}.{inside}.{theirs}.weight", state)) == bits(
+                    permuted(own, heads)
+                )
+    gate = values(source, "model.layers.1.mlp.gate_proj.weight")
+    assert bits(values(renamed, "layers.1.feed_forward.w1.weight")) == bits(gate)
+    assert naming_of(renamed) == naming
+    assert contents(use_names(renamed, "hf")) == contents(source)
+
+
+def test_experts_of_torchtitan_are_stacks_and_queries_of_qwen_are_not_permuted() -> None:
+    source = model("qwen3_moe")
+    renamed = use_names(source, "torchtitan")
+    stack = values(renamed, "layers.1.moe.routed_experts.inner_experts.w2_EDF")
+    own = [values(source, f"model.layers.1.mlp.experts.{i}.down_proj.weight") for i in range(3)]
+    assert bits(stack) == bits(np.stack(own))
+    query = values(renamed, "layers.0.attention.qkv_linear.wq.weight")
+    assert bits(query) == bits(values(source, "model.layers.0.self_attn.q_proj.weight"))
+    assert contents(use_names(renamed, "hf")) == contents(source)
+
+
+def test_earlier_names_of_torchtitan_are_read() -> None:
+    source = model("qwen3_moe")
+    titan = use_names(source, "torchtitan")
+    old = {"qkv_linear.": "", "routed_experts.inner_": "", "_EFD": "", "_EDF": "", "lm_head": "output"}
+    names = {name: name for name in titan}
+    for before, after in old.items():
+        names = {name: new.replace(before, after) for name, new in names.items()}
+    assert set(names.values()) != set(names)
+    assert contents(use_names(titan.rename(names), "hf")) == contents(source)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_tied_head_that_was_saved_twice_is_compared(differs: bool) -> None:
+    titan = use_names(model("llama", tie_word_embeddings=True), "torchtitan")
+    table = values(titan, "tok_embeddings.weight")
+    head = parameter("lm_head.weight", {"model": np.roll(table, 1) if differs else table})
+    twice = replace(titan, parameters={**titan.parameters, head.name: head}, aliases={})
+    renamed = use_names(twice, "hf")
+    assert "lm_head.weight" not in renamed.parameters
+    weight = renamed.parameters["model.embed_tokens.weight"].weight
+    assert weight.replicas
+    assert bits(read(weight.replicas[0])) == bits(values(twice, head.name))
+
+
+@pytest.mark.parametrize("naming", NATIVE)
+def test_families_that_a_library_does_not_have_are_refused(naming: Naming) -> None:
+    known = dialect(naming).other["families"]
+    assert known.keys() < {family.name for family in families()}
+    family = "mistral" if naming == "torchtitan" else "qwen3_moe"
+    with pytest.raises(UnsupportedError, match="are not known"):
+        use_names(model(family), naming)
+
+
+def test_names_of_torchtitan_need_a_configuration() -> None:
+    titan = use_names(model("llama"), "torchtitan")
+    with pytest.raises(IncompleteError, match="config"):
+        use_names(replace(titan, extras={}), "hf")
