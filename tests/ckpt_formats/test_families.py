@@ -157,3 +157,17 @@ def test_another_epsilon_inside_latent_attention_is_noted(epsilon: float, is_not
     back = to_hf(replace(there, extras={ARGUMENTS: there.extras[ARGUMENTS]}))
     for one in (there, back):
         assert any("latent_epsilon" in name for notice in one.notices for name in notice.names) == is_noted
+
+
+def test_the_vision_part_keeps_its_names_and_the_text_part_is_translated() -> None:
+    config = entries("qwen3_vl")
+    vision = parameter("model.visual.merger.norm.weight", {"model": array(F32, (3,), 5)})
+    text = in_hf(config, model=1)
+    source = replace(text, parameters={vision.name: vision, **text.parameters})
+    there = to_megatron(source)
+    assert vision.name in there.parameters
+    assert there.extras[ARGUMENTS].get("position_embedding_type") == "mrope"
+    assert there.extras[ARGUMENTS].get("mrope_section") == [2, 1, 1]
+    with pytest.raises(UnsupportedError, match=r"model\.visual"):
+        to_hf(replace(there, extras={key: value for key, value in there.extras.items() if key != CONFIG}))
+    assert values(to_hf(there), "model") == values(source, "model")

@@ -145,6 +145,10 @@ def _normalised(one: Hyperparameter, value: Any, values: Values) -> Any:
         if not isinstance(value, list) or len(value) != layers or not all(isinstance(item, str) for item in value):
             raise ValueError("must be a text for each layer")
         return value
+    if one.kind == "naturals":
+        if not isinstance(value, (list, tuple)) or not all(map(is_natural, value)):
+            raise ValueError("must be a list of integers from 0")
+        return list(value)
     kinds = {
         "count": (is_natural(value) and value > 0, "must be a positive integer"),
         "natural": (is_natural(value), "must be an integer from 0"),

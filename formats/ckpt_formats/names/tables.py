@@ -23,7 +23,7 @@ else:
 
 Place = Literal["model", "layer", "mtp"]
 """Where blocks are: once in a model, in each layer, or in each layer for multi-token prediction."""
-Kind = Literal["count", "natural", "number", "flag", "text", "activation", "pattern", "texts"]
+Kind = Literal["count", "natural", "number", "flag", "text", "activation", "pattern", "texts", "naturals"]
 Expressions = Mapping[str, Expression]
 
 DIALECTS = ("hf", "hf_memory", "megatron")
