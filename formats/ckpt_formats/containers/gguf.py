@@ -17,7 +17,15 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from ckpt_formats.core.claims import MAX_ELEMENTS, MAX_HEADER, MAX_NAME, MAX_NAMES, MAX_VALUES, check_paid
+from ckpt_formats.core.claims import (
+    MAX_ELEMENTS,
+    MAX_GGML_AXES,
+    MAX_HEADER,
+    MAX_NAME,
+    MAX_NAMES,
+    MAX_VALUES,
+    check_paid,
+)
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import open_regular
@@ -33,8 +41,6 @@ ALIGNMENT = 32
 ALIGNMENT_KEY = "general.alignment"
 
 _VERSIONS = (2, 3)
-_MAX_AXES = 4
-"""Axes of a tensor of ggml."""
 _MAX_STORED_NAME = 63
 """Bytes of a tensor's name in ggml."""
 _MAX_ALIGNMENT = 1 << 20
@@ -174,8 +180,8 @@ def placed(slots: Iterable[tuple[str, BlockType, Shape]], alignment: int) -> tup
     offset = 0
     for name, kind, shape in slots:
         what = f"tensor `{printable(name)}`"
-        if len(shape) > _MAX_AXES:
-            raise UnsupportedError(f"{what} has {len(shape)} axes: GGUF has at most {_MAX_AXES}")
+        if len(shape) > MAX_GGML_AXES:
+            raise UnsupportedError(f"{what} has {len(shape)} axes: GGUF has at most {MAX_GGML_AXES}")
         if len(_encoded(name)) > _MAX_STORED_NAME:
             raise UnsupportedError(f"{what} has a name of over {_MAX_STORED_NAME} bytes, which llama.cpp does not read")
         if shape and shape[-1] % kind.values:
@@ -321,8 +327,8 @@ def _tensors(header: _Header, count: int, alignment: int) -> tuple[GgufTensor, .
 def _tensor(header: _Header, name: str) -> GgufTensor:
     where = f"{header.path}, tensor `{printable(name)}`"
     axes = header.number(4)
-    if axes > _MAX_AXES:
-        raise CorruptError(f"has {axes:,} axes: there are at most {_MAX_AXES}", where=where)
+    if axes > MAX_GGML_AXES:
+        raise CorruptError(f"has {axes:,} axes: there are at most {MAX_GGML_AXES}", where=where)
     shape = tuple(header.number(8) for _ in range(axes))[::-1]
     if max(shape, default=1) > MAX_ELEMENTS or prod(n or 1 for n in shape) > MAX_ELEMENTS:
         raise CorruptError(f"not a shape: {list(shape)}", where=where)

@@ -18,6 +18,8 @@ MAX_AXES = 64
 """Axes of a tensor. torch stores no more."""
 MAX_NUMPY_AXES = 32
 """Axes of an array of NumPy. NumPy 1 has no more."""
+MAX_GGML_AXES = 4
+"""Axes of a tensor of ggml, in files of GGUF."""
 MAX_ELEMENTS = 1 << 62
 """Elements of a tensor, and elements or bytes of one that is sliced: they fit int64."""
 MAX_STEPPED_ELEMENTS = 1 << 50
