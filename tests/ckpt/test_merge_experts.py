@@ -224,6 +224,32 @@ def test_axes_of_square_experts_are_those_of_their_module_or_stated(layout: str)
         assert (bits(stated) == bits(result)) == (axes == layout)
 
 
+def test_square_experts_that_are_stored_one_by_one_need_axes_for_an_update_of_peft() -> None:
+    """Versions of PEFT read the stacks of such models in memory differently."""
+    arrays = {f"{ROOT}.{e}.down_proj.weight": numbers(e, HIDDEN, HIDDEN) for e in range(EXPERTS)}
+    a, b = {"down_proj": numbers(41, EXPERTS, RANK, HIDDEN)}, {"down_proj": numbers(42, EXPERTS, HIDDEN, RANK)}
+    base, written = checkpoint(arrays, "model", {}), adapters(a, b)
+    with pytest.raises(UnsupportedError, match=r"are square: .* is unknown"):
+        merge_lora(base, written["peft"])
+    plain = contents(merge_lora(base, written["per expert"]))
+    assert contents(merge_lora(base, written["peft"], expert_axes="out-in")) == plain
+    assert contents(merge_lora(base, written["peft"], expert_axes="in-out")) != plain
+    assert contents(merge_lora(base, written["stacked"])) == plain
+
+
+def test_square_update_of_gate_and_up_is_split_only_as_it_is_stored() -> None:
+    shape = (HIDDEN // 2, HIDDEN)
+    names = [f"{ROOT}.{e}.{name}.weight" for e in range(EXPERTS) for name in ("gate_proj", "up_proj")]
+    base = checkpoint({name: numbers(i, *shape) for i, name in enumerate(names)}, "model", {})
+    a, b = {"gate_up_proj": numbers(1, EXPERTS, RANK, HIDDEN)}, {"gate_up_proj": numbers(2, EXPERTS, HIDDEN, RANK)}
+    one = adapters(a, b)
+    with pytest.raises(UnsupportedError, match="is unknown"):
+        merge_lora(base, one["peft"])
+    with pytest.raises(UnsupportedError, match="cannot be split into gate and up"):
+        merge_lora(base, one["peft"], expert_axes="in-out")
+    assert contents(merge_lora(base, one["peft"], expert_axes="out-in")) == contents(merge_lora(base, one["stacked"]))
+
+
 def without(one: Checkpoint, *names: str) -> Checkpoint:
     return one.select(skip=list(names))
 

@@ -72,11 +72,18 @@ def _edits(
             readings = fits(targets, one.b.shape[-2], one.a.shape[-1])
             if not readings:
                 raise _misfit(merge, one, targets)
+            # Older versions of PEFT read every stack in memory as (experts, in, out).
+            if isinstance(one, ExpertUpdate) and one.flattened and one.b.shape[0] == one.a.shape[1]:
+                readings = frozenset({False, True})
             changes += [(target, readings, update) for target in targets]
     known = {reading for _, readings, _ in changes for reading in readings if len(readings) == 1}
     result = dict[ExpertWeights, _WeightEdit]()
     for target, readings, own in changes:
         is_transposed = _reading(merge, target, readings if len(readings) == 1 else frozenset(known), axes)
+        if is_transposed and target.update_part is not None:
+            raise refusal(
+                merge.adapter, f"`{printable(root)}`: an update of (in, out) cannot be split into gate and up"
+            )
         edit = result.setdefault(target.weights, _WeightEdit(is_transposed))
         experts = dict(of_each_expert(own, target.weights.count, merge.adapter))
         if target.update_part is not None:
@@ -96,8 +103,6 @@ def _half(update: LowRank, part: int) -> LowRank:
 
 def _reading(merge: LoraMerge, target: ExpertTarget, readings: frozenset[bool], axes: ExpertAxes | None) -> bool:
     """Whether weights are stored as (in, out): as their shape shows, that of others in the module, or `axes` states."""
-    if not target.weights.is_stack:
-        return False
     if len(readings) == 1:
         return next(iter(readings))
     if axes is not None:
