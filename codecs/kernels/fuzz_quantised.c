@@ -16,7 +16,7 @@ static void fuzz_scaled_codes(void) {
     u8 *codes = random_bytes(rows * columns);
     EXPECT(READ(scale_codes)(codes, rows, columns, table, scales, down * across, skipped_rows, row_block, skipped_columns,
                              column_block, out) == 0);
-    for (i64 turn = 0; turn < 4 && rows * columns; turn++) {
+    for (i64 turn = 0; turn < 4 && rows * columns > 0; turn++) {
         i64 row = random_below(rows), column = random_below(columns), at = row * columns + column;
         float scale = scales[(skipped_rows + row) / row_block * across + (skipped_columns + column) / column_block];
         float value = table[codes[at]] * scale;
@@ -46,7 +46,7 @@ static void fuzz_scaled_integers(void) {
     float *scales = random_floats(count), *out = exact(4 * count * block);
     u8 *bytes = random_bytes(size);
     EXPECT(READ(scale_integers)(bytes, size, stride, offset, block, scales, count, out) == 0);
-    if (count * block) {
+    if (count * block > 0) {
         i64 at = random_below(count * block);
         float value = (float)(i8)bytes[at / block * stride + offset + at % block] * scales[at / block];
         EXPECT(bits_of_float(canonical_nan(out[at])) == bits_of_float(canonical_nan(value)));
