@@ -190,7 +190,9 @@ _RENAMES = (
         metavar="PATTERN=NEW",
         help=r"Replace what matches in each name by NEW, with \1 for the first group. May be given again.",
     ),
-    click.option("--strip-prefix", default="", metavar="TEXT", help="Remove TEXT from where names begin with it."),
+    click.option(
+        "--strip-prefix", default="", metavar="TEXT", help="Remove TEXT from where names begin with it, before --names."
+    ),
     click.option("--add-prefix", default="", metavar="TEXT", help="Put TEXT before all names."),
 )
 
@@ -235,7 +237,7 @@ def edits(command: F) -> F:
     ) -> Any:
         from pathlib import Path
 
-        from ckpt.rename import use_names
+        from ckpt.rename import rename_by, use_names
         from ckpt_cli.reading import noted
 
         if only or skip:
@@ -244,6 +246,8 @@ def edits(command: F) -> F:
             source = source.weights_only()
         if names:
             config = click.get_current_context().params.get("config")
+            if prefix := arguments.get("strip_prefix"):  # of one of several models: its own names are behind it
+                source, arguments["strip_prefix"] = rename_by(source, strip_prefix=prefix), ""
             source = use_names(source, names, Path(config) if config else None)
         if allow_overflow and not dtype:
             raise click.UsageError("--allow-overflow is about the values that --dtype rounds: give --dtype, too.")

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt.job import save
 from ckpt.pipeline import check_complete
 from ckpt.rename import prepare, use_names
 from ckpt_cli.main import cli
@@ -722,6 +723,22 @@ def test_wrappers_of_a_model_are_removed_from_the_names_of_all_states(prefix: st
     there = use_names(under(source, prefix), "megatron")
     assert contents(there) == contents(to_megatron(source))
     assert prepare(under(source, prefix), Universal()).parameters.keys() == under(source, prefix).parameters.keys()
+
+
+def test_one_of_several_models_is_translated_by_its_prefix(tmp_path: Path) -> None:
+    """A teacher and a student of other sizes, with all states; --strip-prefix comes before --names."""
+    teacher, student = trained(CONFIGURATION), trained({**CONFIGURATION, "intermediate_size": 7})
+    both = {name: under(one, name) for name, one in (("teacher.", teacher), ("student.", student))}
+    source = replace(
+        teacher,
+        parameters={name: p for one in both.values() for name, p in one.parameters.items()},
+        groups=tuple(group for one in both.values() for group in one.groups),
+    )
+    save(source, tmp_path / "run")
+    options = ["--only", r"^teacher\.", "--strip-prefix", "teacher.", "--names", "megatron"]
+    done = run("convert", tmp_path / "run", tmp_path / "out", *options)
+    assert done.exit_code == 0, done.stderr
+    assert contents(open_checkpoint(tmp_path / "out")) == contents(to_megatron(teacher))
 
 
 def test_stacks_of_experts_go_to_megatron_with_all_states() -> None:
