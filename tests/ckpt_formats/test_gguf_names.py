@@ -11,7 +11,7 @@ import xxhash
 from safetensors.numpy import load_file
 
 import ckpt
-from ckpt_formats.containers.gguf import read_header
+from ckpt_formats.containers.gguf import header_bytes, read_header
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.engines.gguf import tokenizer as tokenizers
@@ -74,6 +74,17 @@ def test_gguf_of_an_unknown_architecture_keeps_its_names_and_is_no_model_of_tran
         ckpt.save(ckpt.open(tmp_path / "b.gguf"), tmp_path / "out", "hf")
     ckpt.save(ckpt.open(tmp_path / "b.gguf"), tmp_path / "c.gguf")
     assert (tmp_path / "c.gguf").read_bytes() == data
+
+
+def test_gguf_names_values_that_a_config_does_not_state(tmp_path: Path) -> None:
+    ckpt.save(ckpt.open(write_model(tmp_path / "hf", "llama")), tmp_path / "a.gguf")
+    header = read_header(tmp_path / "a.gguf")
+    values = {**header.values, "llama.logit_scale": np.float32(2)}
+    data = (tmp_path / "a.gguf").read_bytes()[header.data :]
+    (tmp_path / "b.gguf").write_bytes(header_bytes(values, header.tensors) + data)
+    plain, scaled = (ckpt.use_names(ckpt.open(tmp_path / name), "hf") for name in ("a.gguf", "b.gguf"))
+    assert not any("does not state" in str(notice) for notice in plain.notices)
+    assert any("does not state" in str(notice) and "logit_scale" in str(notice) for notice in scaled.notices)
 
 
 # Tokenizers

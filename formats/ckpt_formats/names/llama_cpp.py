@@ -14,13 +14,14 @@ import numpy as np
 
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter
 from ckpt_formats.core.errors import CkptError, IncompleteError, UnsupportedError
-from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.names import hyperparameters
 from ckpt_formats.names.config import CONFIG, LLAMA3, differing, is_preferred, model_of, to_config
 from ckpt_formats.names.describe import ModelDescription, by_config_alone, weights_dtype
+from ckpt_formats.names.expressions import names_of
 from ckpt_formats.names.hyperparameters import Values, differences, entries_of, write
 from ckpt_formats.names.tables import Dialect, Family, Settings, changed_dialect, dialect, families, parse_expressions
 from ckpt_formats.names.translate import GGUF_VALUES, translated, without
@@ -172,8 +173,20 @@ def _as_entries(values: Mapping[str, Any]) -> dict[str, Any]:
             value = value.item()
         elif isinstance(value, np.ndarray):
             value = value.tolist()
-        entries[key.replace(".", "_").replace("-", "_")] = value
+        entries[_as_name(key)] = value
     return entries
+
+
+def _as_name(key: str) -> str:
+    """The key of a value as expressions name it."""
+    return key.replace(".", "_").replace("-", "_")
+
+
+def _known_names(architecture: LlamaArchitecture) -> frozenset[str]:
+    """The values that an architecture reads or writes, as expressions name them."""
+    settings = architecture.settings
+    stated = {name for expression in settings.read.values() for name in names_of(expression)}
+    return frozenset({*stated, *map(_as_name, settings.write), "rope_dimension_count"})
 
 
 def _evidence(names: Iterable[str], tied: bool = False) -> dict[str, bool]:
@@ -222,8 +235,11 @@ def _described(source: Checkpoint) -> ModelDescription:
     _check_frequencies(source, values)
     family = _family(architecture, values, source.path)
     config = to_config(values, family, weights_dtype(source))
-    notice = Notice(f"config.json is created from the values of the file: a {family.name} model")
-    described = ModelDescription(model_of(family, values), family, config, (notice,))
+    notices = [Notice(f"config.json is created from the values of the file: a {family.name} model")]
+    if unread := tuple(key for key in own if _as_name(key) not in _known_names(architecture)):
+        text = "values of the file that config.json does not state, and that may change what the model computes"
+        notices.append(Notice(text, unread, Weight.UNSURE))
+    described = ModelDescription(model_of(family, values), family, config, tuple(notices))
     return replace(described, model=_with_names(described, architecture))
 
 
