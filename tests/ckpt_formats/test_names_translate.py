@@ -725,7 +725,7 @@ def test_wrappers_of_a_model_are_removed_from_the_names_of_all_states(prefix: st
     assert prepare(under(source, prefix), Universal()).parameters.keys() == under(source, prefix).parameters.keys()
 
 
-def test_one_of_several_models_is_translated_by_its_prefix(tmp_path: Path) -> None:
+def test_model_behind_a_prefix_is_translated_without_the_others(tmp_path: Path) -> None:
     """A teacher and a student of other sizes, with all states; --strip-prefix comes before --names."""
     teacher, student = trained(CONFIGURATION), trained({**CONFIGURATION, "intermediate_size": 7})
     both = {name: under(one, name) for name, one in (("teacher.", teacher), ("student.", student))}
