@@ -41,7 +41,8 @@ def compare(out: Path, first: int) -> dict[str, int]:
         assert_close(out / f"{name}.megatron.pt", out / f"{name}.pt")
         assert_close(out / "back" / f"{name}.pt", out / f"{name}.pt")
         assert_same_bits(out / f"{name}.back", out / name)
-        problems = {key: value for key, value in reports[name].items() if key.endswith("_keys") and value}
+        # transformers expects no layers for multi-token prediction
+        problems = {key: reports[name][key] for key in ("missing_keys", "mismatched_keys") if reports[name][key]}
         assert not problems, (name, problems)
     for name in even:
         assert_close(out / f"{name}.split.pt", out / f"{name}.pt")
