@@ -122,9 +122,7 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
         "Type of matrices; vectors, norms and routers are f32.  [default: that of the source]",
         ("gguf",),
     ),
-    "tokenizer": FormatOption(
-        "--tokenizer/--no-tokenizer", bool, "Write the tokenizer into the file.  [default: tokenizer]", ("gguf",)
-    ),
+    "without_tokenizer": FormatOption("--no-tokenizer", bool, "Leave out the tokenizer.", ("gguf",)),
 }
 """The options by the name of the field. A field that is not here has no option on the command line."""
 

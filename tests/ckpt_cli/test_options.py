@@ -33,7 +33,7 @@ WITHOUT_OPTION = {
 """Fields of formats that have no option of `convert`, and why."""
 
 VALUES = {"keys": "nested", "separator": ".", "stages": "0,1", "config": "config.json"}
-VALUES |= {"shard_nbytes": "1G", "pack_nbytes": "1M"}
+VALUES |= {"outtype": "bf16", "shard_nbytes": "1G", "pack_nbytes": "1M"}
 
 
 def fields_of(name: str) -> set[str]:

@@ -476,7 +476,6 @@ def test_run_of_a_trainer_is_read_at_its_newest_checkpoint_with_a_note(tmp_path:
     ("file", "message"),
     [
         ("tf_model.h5", "Keras"),
-        ("model.gguf", "GGUF"),
         ("model.onnx", "ONNX"),
         ("weights.npz", "NumPy"),
         ("model.pdparams", "PaddlePaddle"),

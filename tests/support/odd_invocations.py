@@ -49,7 +49,7 @@ def make_places(folder: Path) -> None:
     (folder / "EMPTY").mkdir()
     with zipfile.ZipFile(folder / "weights.npz", "w", zipfile.ZIP_BZIP2) as archive:
         archive.writestr("w.npy", bytes(200))
-    (folder / "model.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + bytes(64))
+    (folder / "model.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + bytes(8) + b"\1" + bytes(7) + b"\xff" * 40)
     (folder / "model.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64))
     (folder / "model.onnx").write_bytes(b"\x08\x07\x12\x07pytorch" + bytes(64))
     (folder / "x.safetensors").write_text("<!DOCTYPE html><html>404</html>")
@@ -109,7 +109,7 @@ ODD: dict[str, Odd] = {
     "an empty folder": Odd("inspect EMPTY", 10, ("EMPTY", "it is empty")),
     "a configuration": Odd("inspect config.json", 10, ("config.json",)),
     "arrays of NumPy": Odd("inspect weights.npz", 22, ("weights.npz", "NumPy", "savez_compressed")),
-    "a GGUF file": Odd("inspect model.gguf", 20, ("model.gguf", "tensors")),
+    "a GGUF file": Odd("inspect model.gguf", 20, ("model.gguf", "the header needs", "copy")),
     "an HDF5 file": Odd("inspect model.h5", 22, ("model.h5", "HDF5")),
     "an ONNX file": Odd("inspect model.onnx", 22, ("model.onnx", "ONNX")),
     "a page in place of a file": Odd("inspect x.safetensors", 20, ("x.safetensors", "HTML")),

@@ -32,8 +32,8 @@ class Gguf(WritableFormat):
     file, or if a type is stated."""
     config: LocalPath | None = None
     """The model's configuration, or its folder with the tokenizer; None: the configuration of the source."""
-    tokenizer: bool = True
-    """Write the tokenizer. Without it, llama.cpp takes only numbers of tokens."""
+    without_tokenizer: bool | None = None
+    """Leave out the tokenizer. llama.cpp then takes only numbers of tokens."""
 
     def detect(self, path: Path) -> bool:
         return path.is_file() and (path.suffix.lower() == SUFFIX or _begins_as_gguf(path))
@@ -49,7 +49,7 @@ class Gguf(WritableFormat):
     def plan(self, source: Checkpoint) -> Plan:
         from ckpt_formats.engines.gguf.write import plan_model
 
-        return plan_model(source, self.outtype, next(iter(self.input_files()), None), self.tokenizer)
+        return plan_model(source, self.outtype, next(iter(self.input_files()), None), not self.without_tokenizer)
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         from ckpt_formats.engines.gguf.write import write_model
