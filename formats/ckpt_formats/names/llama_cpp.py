@@ -113,7 +113,7 @@ def from_llama_cpp(source: Checkpoint, config: Mapping[str, Any] | None = None, 
 
 
 def frequency_factors(values: Values) -> "np.ndarray[Any, np.dtype[np.float32]]":
-    """What llama.cpp divides the rotary frequencies of Llama 3 by: (head_dim // 2,) float32.
+    """What llama.cpp divides the rotary frequencies of Llama 3 by: (n,) float32, n half of a head.
 
     Source: transformers, `_compute_llama3_parameters`.
     """
