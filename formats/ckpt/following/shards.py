@@ -124,13 +124,13 @@ class ShardLayout(StateLayout):
         return state
 
     def values(self, number: int, state: State) -> Array:
-        """A shard: (shape), put together. Padding is zero."""
+        """A shard, (shape) of its dtype, put together. Padding is zero."""
         shard = np.zeros(self.tensors[number].shape, self.tensors[number].dtype)
         self.put_shard(number, state, shard)
         return shard
 
     def put_shard(self, number: int, state: State, out: Array) -> None:
-        """Write the values of a shard, without its padding, into an array of its shape and dtype."""
+        """Write the values of a shard, without its padding, into `out`, (shape) of its dtype."""
         for chunk in self._of_tensor[number]:
             values, at = chunk.values(state), 0
             for box in chunk.boxes():

@@ -121,7 +121,7 @@ class StateLayout:
             yield prod(tensor.shape), tensor.dtype
 
     def new_state(self) -> list[Array]:
-        """Memory for a state."""
+        """Memory for a state: arrays (n,), each of the dtype of its tensors."""
         return [np.empty(size, dtype) for size, dtype in self.arrays()]
 
     @property
@@ -141,7 +141,7 @@ class StateLayout:
         return [by_name[tensor.name] for tensor in other.model.tensors]
 
     def values(self, number: int, state: State) -> Array:
-        """A tensor as the follower shows it: (shape), where its values lie if they are together there."""
+        """A tensor, (shape) of its dtype, as the follower shows it: where its values lie if they are together there."""
         return state[number].reshape(self.tensors[number].shape)
 
     def indices(self, chunk: StateChunk, positions: Array | None) -> tuple[Array, Array | None]:
