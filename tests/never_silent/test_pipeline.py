@@ -438,6 +438,8 @@ OTHER_VALUES: dict[str, Any] = {
     "keys": "torchtitan",
     "separator": "/",
     "original": True,
+    "outtype": "q8_0",
+    "without_tokenizer": True,
 }
 """A value of each option that is none of its defaults."""
 

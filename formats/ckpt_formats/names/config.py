@@ -18,8 +18,8 @@ from ckpt_formats.names.hyperparameters import (
     write,
 )
 from ckpt_formats.names.model import Model, ModelTensor, Tie
-from ckpt_formats.names.packings import stored_shape
-from ckpt_formats.names.tables import Family, family_of
+from ckpt_formats.names.packings import atoms_of, stored_shape
+from ckpt_formats.names.tables import Family, blocks, family_of
 
 CONFIG = "hf/config.json"
 """The key of a model's configuration in a checkpoint's extras."""
@@ -73,6 +73,15 @@ class ConfiguredModel:
         stored = self.model.stored(dialect)
         shapes = ((one.names[0], self._shape(one)) for one in stored)
         return {name: shape for name, shape in shapes if shape is not None}
+
+    def entries_of_shape(self, name: str) -> tuple[str, ...]:
+        """The entries of the configuration that state the shape of a tensor in files."""
+        atoms = {atom for one in self.model.stored("hf") if name in one.names for atom in atoms_of(one.packing)}
+        axes = (axis for block in blocks() for atom, axes in block.atoms.items() if atom in atoms for axis in axes)
+        sizes = sorted({size for axis in axes for size in names_of(axis)})
+        expressions = (self.family.settings.read[size] for size in sizes if size in self.family.settings.read)
+        usual = sorted({entry for expression in expressions for entry in names_of(expression)})
+        return tuple(self.family.entries.get(entry, entry) for entry in usual)
 
     def _shape(self, one: ModelTensor) -> Shape | None:
         try:

@@ -210,9 +210,11 @@ def _family_of(values: Values, where: Path) -> Family:
             hint="Name the model's config.json with --config.",
         )
     # A family that could state the model, but whose models have more, is not similar.
+    # Nor does it help to name what no argument states.
+    stated_by_arguments = dialect("megatron").settings.read
     name, nearest = min(
         ((family.name, misfits[family.name]) for family in families() if misfits[family.name]),
-        key=lambda item: (item[0] in other_kinds, len(item[1])),
+        key=lambda item: (item[0] in other_kinds, len(item[1]), len(set(item[1]) - stated_by_arguments.keys())),
     )
     stated = "; ".join(_stated(values, nearest))
     raise UnsupportedError(

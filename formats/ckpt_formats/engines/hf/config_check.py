@@ -51,15 +51,17 @@ def check_fits(match: NameMatch, named: Sequence[Parameter], config: Mapping[str
 
 
 def _shapes(match: NameMatch, named: Sequence[Parameter], config: Mapping[str, Any]) -> Iterator[str]:
-    sizes, expected = _sizes(config), match.shapes
+    sizes, configured = _sizes(config), match.configured
+    expected = {} if configured is None else configured.shapes("hf")
     for parameter in named:
         shape, name = parameter.weight.shape, parameter.name
         axes = next((axes for pattern, axes in _TABLES if re.fullmatch(pattern, name)), None)
         if axes is None:
-            if name in expected and expected[name] != shape:
+            if configured is not None and name in expected and expected[name] != shape:
+                entries = [f"{key} {config[key]!r:.40}" for key in configured.entries_of_shape(name) if key in config]
                 yield (
                     f"`{printable(name)}` has the shape {list(shape)}, but the configuration gives "
-                    f"{list(expected[name])}"
+                    f"{list(expected[name])} ({', '.join(entries)})"
                 )
             continue
         expected_sizes = [sizes.get(axis) for axis in axes]

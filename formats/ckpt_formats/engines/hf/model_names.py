@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.geometry import Shape
 from ckpt_formats.names.config import ConfiguredModel, configured_model
 from ckpt_formats.names.model import Tie
 from ckpt_formats.names.renames import TensorRename, apply_renames
@@ -32,8 +31,8 @@ class NameMatch:
     surplus: tuple[str, ...] = ()
     tie: Tie | None = None
     """The model's tied names, of which files have one; None if there are none or this is not known."""
-    shapes: Mapping[str, Shape] = field(default_factory=dict)
-    """The shapes of the tensors in the model's files, by name, where the configuration states them."""
+    configured: ConfiguredModel | None = None
+    """The model that the configuration describes; None if it is not known."""
 
 
 def match_names(names: Iterable[str], config: Mapping[str, Any] | None) -> NameMatch:
@@ -48,17 +47,17 @@ def match_names(names: Iterable[str], config: Mapping[str, Any] | None) -> NameM
     if configured is None or config is None or expected is None or "quantization_config" in config:
         return NameMatch(same, False)
     tie = configured.tie
-    running, shapes = configured.names("hf_memory"), configured.shapes("hf")
+    running = configured.names("hf_memory")
     for renamed in _renamings(given):
         expected = configured.names("hf", set(renamed.values())) or ()
         if not any(_unfit(renamed.values(), expected, configured, tie)):
-            return NameMatch(renamed, True, tie=tie, shapes=shapes)
+            return NameMatch(renamed, True, tie=tie, configured=configured)
         if running not in (None, expected) and not any(_unfit(renamed.values(), running or (), configured, tie)):
             changes = renames_between(configured.model, renamed.values(), "hf_memory", "hf")
-            return NameMatch(renamed, True, changes, tie=tie, shapes=shapes)
+            return NameMatch(renamed, True, changes, tie=tie, configured=configured)
     expected = configured.names("hf", set(given)) or ()
     missing, surplus = _unfit(same.values(), expected, configured, tie)
-    return NameMatch(same, True, (), missing, surplus, tie, shapes)
+    return NameMatch(same, True, (), missing, surplus, tie, configured)
 
 
 def with_model_names(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
