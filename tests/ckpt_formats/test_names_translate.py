@@ -1,6 +1,7 @@
 """Checkpoints from Hugging Face's names to Megatron's and back: the laws, and what is refused."""
 
 import json
+import tarfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -584,6 +585,20 @@ def test_a_model_of_megatrons_becomes_transformers(megatron: Path, truth: Path, 
     assert compared.exit_code == 0, compared.output
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["vocab_size"], config["torch_dtype"]) == (14, "float32")
+
+
+def test_a_model_of_nemo_becomes_transformers(megatron: Path, truth: Path, tmp_path: Path) -> None:
+    """Its archive has Megatron's names with a prefix, and no arguments of Megatron."""
+    import torch
+
+    assert run("convert", megatron, tmp_path / "described", "--to", "hf").exit_code == 0
+    torch.save({f"model.{n}": torch.from_numpy(v.copy()) for n, v in whole().items()}, tmp_path / "model_weights.ckpt")
+    with tarfile.open(tmp_path / "model.nemo", "w") as archive:
+        archive.add(tmp_path / "model_weights.ckpt", "model_weights.ckpt")
+    options = ["--to", "hf", "--strip-prefix", "model.", "--config", tmp_path / "described"]
+    done = run("convert", tmp_path / "model.nemo", tmp_path / "out", *options)
+    assert done.exit_code == 0, done.stderr
+    assert run("diff", tmp_path / "out", truth, "--tensors-only").exit_code == 0
 
 
 @pytest.mark.parametrize("format_name", ["universal", "dcp", "torch"])
