@@ -40,6 +40,24 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "moe_intermediate_size": 4,
         "norm_topk_prob": True,
     },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "n_routed_experts": 3,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 4,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 5,
+        "kv_lora_rank": 9,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 3,
+        "num_key_value_heads": HEADS,
+        "num_nextn_predict_layers": 1,
+    },
 }
 
 
@@ -52,7 +70,7 @@ def model(family: str, **entries: Any) -> Checkpoint:
     parameters = []
     for i, one in enumerate(known.stored("hf")):
         (key,) = one.keys
-        if one.names[0] == "lm_head.weight" and config["tie_word_embeddings"]:
+        if one.is_copy or (one.names[0] == "lm_head.weight" and config["tie_word_embeddings"]):
             continue
         shape = known.shape(key[0], one.scope)
         states = {state: array(DTYPES["float32"], shape, 2 * i + n) for n, state in enumerate(("model", "exp_avg"))}
@@ -104,6 +122,26 @@ def test_experts_of_torchtitan_are_stacks_and_queries_of_qwen_are_not_permuted()
     query = values(renamed, "layers.0.attention.qkv_linear.wq.weight")
     assert bits(query) == bits(values(source, "model.layers.0.self_attn.q_proj.weight"))
     assert contents(use_names(renamed, "hf")) == contents(source)
+
+
+def test_latent_attention_and_predicted_tokens_have_the_names_of_torchtitan() -> None:
+    """As its adapter states them; layers for multi-token prediction are numbered apart."""
+    source = model("deepseek_v3")
+    renamed = use_names(source, "torchtitan")
+    own = {
+        "layers.0.attention.wq_a.weight": "model.layers.0.self_attn.q_a_proj.weight",
+        "layers.0.attention.q_norm.weight": "model.layers.0.self_attn.q_a_layernorm.weight",
+        "layers.0.attention.wkv_b.weight": "model.layers.0.self_attn.kv_b_proj.weight",
+        "layers.0.feed_forward.w2.weight": "model.layers.0.mlp.down_proj.weight",
+        "layers.1.moe.shared_experts.w3.weight": "model.layers.1.mlp.shared_experts.up_proj.weight",
+        "layers.1.moe.expert_bias_E": "model.layers.1.mlp.gate.e_score_correction_bias",
+        "mtp_layers.0.attention.wo.weight": "model.layers.2.self_attn.o_proj.weight",
+        "mtp_layers.0.eh_proj.weight": "model.layers.2.eh_proj.weight",
+        "mtp_layers.0.mtp_norm.weight": "model.layers.2.shared_head.norm.weight",
+    }
+    for theirs, ours in own.items():
+        assert bits(values(renamed, theirs)) == bits(values(source, ours)), theirs
+    assert contents(source).items() <= contents(use_names(renamed, "hf")).items()
 
 
 def test_earlier_names_of_torchtitan_are_read() -> None:

@@ -58,13 +58,18 @@ def describe_model(source: Checkpoint, config: Mapping[str, Any] | None, partial
             hint="Name the model's config.json with --config.",
         )
     if config is not None:
-        return _of_present(_by_config(config, record, source.path), "megatron", source)
+        return of_present(_by_config(config, record, source.path), "megatron", source)
     assert record is not None
     return _by_arguments(source, record, partial)
 
 
-def by_config_alone(source: Checkpoint, config: Mapping[str, Any] | None) -> ModelDescription:
+def by_config_alone(
+    source: Checkpoint, config: Mapping[str, Any] | None, dialect_name: str | None = "hf"
+) -> ModelDescription:
     """The model that a configuration describes: `config`, else the one in the checkpoint.
+
+    It has the layers for multi-token prediction of which the source has tensors, by their names in a dialect; None: all
+    that the configuration states.
 
     Raises `IncompleteError` if there is none.
     """
@@ -75,7 +80,8 @@ def by_config_alone(source: Checkpoint, config: Mapping[str, Any] | None) -> Mod
             where=source.path,
             hint="Name the model's config.json, or the folder that contains it, with --config.",
         )
-    return _of_present(_by_config(known_config, None, source.path), "hf", source)
+    description = _by_config(known_config, None, source.path)
+    return description if dialect_name is None else of_present(description, dialect_name, source)
 
 
 def config_of(source: Checkpoint) -> Mapping[str, Any] | None:
@@ -104,7 +110,8 @@ def known_families() -> str:
     return f"Known are {', '.join(family.name for family in families())}: see `ckpt formats --families`."
 
 
-def _of_present(description: ModelDescription, dialect_name: str, source: Checkpoint) -> ModelDescription:
+def of_present(description: ModelDescription, dialect_name: str, source: Checkpoint) -> ModelDescription:
+    """The model without layers for multi-token prediction, unless the source has tensors of them in this dialect."""
     names = {*source.parameters, *source.aliases}
     return replace(description, model=description.model.of_present(dialect_name, names))
 

@@ -13,7 +13,7 @@ from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.tensor import with_replicas
 from ckpt_formats.names.config import CONFIG
-from ckpt_formats.names.describe import ModelDescription, by_config_alone
+from ckpt_formats.names.describe import ModelDescription, by_config_alone, of_present
 from ckpt_formats.names.tables import Dialect, changed_dialect, dialect
 from ckpt_formats.names.translate import NATIVE, translated, without
 
@@ -46,12 +46,12 @@ def from_native(
     source: Checkpoint, name: str, config: Mapping[str, Any] | None = None, *, partial: bool = False
 ) -> Checkpoint:
     """A checkpoint with the names of a library under those of transformers. Raises as `to_native`."""
-    description = by_config_alone(source, config)
+    description = by_config_alone(source, config, None)
     family = description.family.name
     known = next((one for one in (name, *NATIVE) if family in dialect(one).other["families"]), None)
     if known is None:
         raise UnsupportedError(f"the names of models of the family {family} in {name} are not known", where=source.path)
-    named = _with_names(description, known)
+    named = of_present(_with_names(description, known), known, source)
     renamed = translated(_with_one_head(without(source, _COMPUTED), named, known), named, known, "hf", partial=partial)
     return replace(renamed, extras={**source.extras, CONFIG: dict(description.config)})
 
