@@ -25,12 +25,13 @@ def rounds(folder: Path, seed: int) -> Generator[Round, None, None]:
         own = Path(file).stem
         order = sorted(truths, key=lambda name, own=own: name != own)
         known = [truth for name in order for truth in truths[name]]
-        yield Round(f"{file}:{line + 1}", partial(_check_noticed, file, line, text, known, megatron))
+        yield Round(f"{file}:{line + 1}", partial(check_noticed, file, line, text, known, megatron))
 
 
-def _check_noticed(
+def check_noticed(
     file: str, line: int, text: str, known: Iterable[tuple[Mapping[str, Any], Facts]], megatron: Facts
 ) -> dict[str, int]:
+    """Raise `AssertionError` if a table with a changed line says the same of all known models."""
     original = tables._text
     forget_tables()
     tables._text = lambda name: text if name == file else original(name)

@@ -165,7 +165,7 @@ def test_dcp_leaves_names_flat_when_no_paths_are_saved(tmp_path: Path) -> None:
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("keys", [*STYLES, None], ids=str)
+@pytest.mark.parametrize("keys", [*(style for style in STYLES if style != "megatron-fsdp"), None], ids=str)
 def test_torch_loads_a_written_dcp_as_its_own(keys: str | None, mesh: tuple[int, int], tmp_path: Path) -> None:
     nested = state()
     saved = flat(nested) if keys == "torchtitan" else nested
