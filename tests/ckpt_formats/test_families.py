@@ -171,3 +171,12 @@ def test_the_vision_part_keeps_its_names_and_the_text_part_is_translated() -> No
     with pytest.raises(UnsupportedError, match=r"model\.visual"):
         to_hf(replace(there, extras={key: value for key, value in there.extras.items() if key != CONFIG}))
     assert values(to_hf(there), "model") == values(source, "model")
+
+
+def test_a_tied_head_stays_one_tensor_although_predicted_tokens_have_copies_of_it() -> None:
+    config = deepseek(tie_word_embeddings=True)
+    source = in_hf(config, model=1)
+    there = to_megatron(source)
+    assert "output_layer.weight" not in there.parameters
+    assert there.aliases == {"output_layer.weight": "embedding.word_embeddings.weight"}
+    assert values(to_hf(there), "model") == values(source, "model")

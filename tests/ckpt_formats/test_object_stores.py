@@ -255,10 +255,6 @@ def test_no_credential_is_printed_or_stored(user: StoreServer, tmp_path: Path, m
         (("inspect", "ftp://host/x"), "s3://BUCKET/KEY"),
         (("convert", SAMPLES / "universal-1-plain", "ftp://host/x"), "s3://BUCKET/KEY"),
         (("convert", SAMPLES / "universal-1-plain", "s3://no-such-bucket/x"), "NoSuchBucket"),
-        (
-            ("serve", "--listen", "localhost:0", f"s3://{BUCKET}/samples/recorded-1/run.chain"),
-            "is followed only there",
-        ),
         (("shadow", "--once", f"s3://{BUCKET}/samples/recorded-1/run.chain"), "is followed only there"),
         (
             ("diff", f"s3://{BUCKET}/samples/universal-1-plain", SAMPLES / "universal-1-coded", "-o", "delta"),

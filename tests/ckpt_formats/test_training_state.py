@@ -60,7 +60,7 @@ def test_a_checkpoint_survives_being_a_tree(keys: StateKeys) -> None:
     assert described(restored) == described(source)
 
 
-@pytest.mark.parametrize("keys", STYLES.values(), ids=list(STYLES))
+@pytest.mark.parametrize("keys", [keys for keys in STYLES.values() if not keys.megatron_fsdp], ids=str)
 def test_training_state_has_masters_counters_and_groups_without_a_record(keys: StateKeys) -> None:
     source = everything()
     tree = state_tree(source, keys)

@@ -103,7 +103,7 @@ def test_a_model_of_transformers_is_published_as_it_saves_itself(tmp_path: Path)
 
 
 def test_a_model_that_transformers_saves_in_another_form_is_refused(tmp_path: Path) -> None:
-    model = model_of("Qwen2Moe", moe_intermediate_size=16, num_experts=2, num_key_value_heads=2)
+    model = model_of("Olmoe", num_experts=2, num_experts_per_tok=1, num_key_value_heads=2)
     with pytest.raises(UnsupportedError, match=r"transformers stores .* in another form"):
         Publisher(model, None, tmp_path / "policy.chain")
     assert not (tmp_path / "policy.chain").exists()

@@ -11,13 +11,14 @@ from ckpt_formats.core.errors import UnsafeError, UnsupportedError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.names.expressions import Expression, Scope, evaluate, natural
 from ckpt_formats.names.hyperparameters import Values
-from ckpt_formats.names.packings import Node, Packing
+from ckpt_formats.names.packings import Node, Packing, atoms_of
 from ckpt_formats.names.tables import Dialect, NameRule, Place, blocks, dialect, places_of_atoms
 
 AtomKey = tuple[str, int | None, int | None]
 """An atom of a model: its name, its layer (layers for multi-token prediction come last), its expert."""
 
 _PlaceKey = tuple[Place, int | None]
+_HEAD, _EMBEDDING = "head.tokens", "embedding.tokens"
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -94,8 +95,9 @@ class Model:
             return None
         own, ends = self._dialect(name), frozenset(self._atoms("model", None))
         rules = [rule for rule in own.rules if rule.place == "model"]
-        names = {key[0]: one.names[0] for one in self._of_place(own, rules, "model", None, ends) for key in one.keys}
-        return Tie(names["head.tokens"], names["embedding.tokens"])
+        stored = self._of_place(own, rules, "model", None, ends)
+        names = {atom: one.names[0] for one in stored for atom in atoms_of(one.packing)}
+        return Tie(names[_HEAD], names[_EMBEDDING])
 
     @cached_property
     def _blocks(self) -> Mapping[_PlaceKey, frozenset[str]]:
@@ -122,7 +124,7 @@ class Model:
             for key in present:
                 if (key[0] == "model") == is_of_model:
                     for one in self._of_place(own, rules, *key, present[key]):
-                        named[key].update(atom for atom, _, _ in one.keys)
+                        named[key].update(atoms_of(one.packing))
                         yield one
         for key, atoms in present.items():
             if missing := sorted(atoms - named[key]):
@@ -178,6 +180,8 @@ def _keys(node: Node, scope: Scope) -> Iterator[AtomKey]:
 
 def key_of(atom: str, scope: Scope) -> AtomKey:
     """The key of an atom in the scope of its layer and expert."""
+    if atom == _HEAD and scope.get("tied"):
+        atom = _EMBEDDING  # one tensor, however many names and copies it has
     layer = None if places_of_atoms()[atom] == "model" else scope.get("layer")
     expert = scope.get("expert") if atom.startswith("experts.") else None
     return atom, layer if isinstance(layer, int) else None, expert if isinstance(expert, int) else None

@@ -138,7 +138,8 @@ def translated(
     for shapes that are not those of the model.
     """
     model = description.model
-    stored, wanted = _without_tie(model, old, source), model.stored(new)
+    stored, new_tie = _without_tie(model, old, source), model.tie(new)
+    wanted = [one for one in model.stored(new) if new_tie is None or new_tie.alias not in one.names]
     _check_known(source, {name for one in stored for name in one.names}, description.family)
     present, missing = _present(stored, source)
     changes = list(renames(model, present, wanted))
