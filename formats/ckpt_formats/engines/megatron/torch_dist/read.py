@@ -1,8 +1,9 @@
 """Read `torch_dist`: full tensors by key, the optimizer in one of five encodings, objects by rank."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
@@ -259,17 +260,20 @@ def _extras(dist: DistFiles, items: SplitItems, parameters: dict[str, Parameter]
 
 def _name_at(key: str, place: tuple[int, ...], lengths: tuple[int, ...]) -> str:
     """The name of a module's extra state, from its key and its place in the stack."""
-    for name, at in _try_names(key, lengths):
-        if at == place[: len(at)]:
-            return name if not any(place[len(at) :]) else f"{name}/{'.'.join(map(str, place[len(at) :]))}"
+    names = _names_by_place(key, lengths)
+    axes = len(next(iter(names), ()))
+    rest = place[axes:]
+    if (name := names.get(place[:axes])) is not None:
+        return name if not any(rest) else f"{name}/{'.'.join(map(str, rest))}"
     return f"{key}/{'.'.join(map(str, place))}"
 
 
-def _try_names(key: str, lengths: tuple[int, ...]) -> Sequence[tuple[str, tuple[int, ...]]]:
+@lru_cache(maxsize=16)  # the shards of one stack come together, and each asks for its name
+def _names_by_place(key: str, lengths: tuple[int, ...]) -> Mapping[tuple[int, ...], str]:
     try:
-        return list(names_of(key, lengths))
+        return {at: name for name, at in names_of(key, lengths)}
     except CorruptError:
-        return []
+        return {}
 
 
 def tensors_by_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
