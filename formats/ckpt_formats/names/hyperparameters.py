@@ -99,6 +99,8 @@ def differences(values: Values, other: ModelReading, *, training: bool = False) 
         value, other_value = values[one.name], other.values[one.name]
         if one.name in other.problems or one.noted or (one.training and not training):
             continue
+        if value is None and not evaluate(one.when, values):
+            continue  # it does not matter for this model
         if value != other_value and (one.name in other.stated or not one.is_required):
             yield one.name, value, other_value
 
