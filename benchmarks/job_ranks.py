@@ -21,7 +21,7 @@ from ckpt.reading.evidence import COVERED, ReadEvidence, file_rows
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.evidence import NUMBER, RANGE, Evidence, seal_number
-from ckpt_formats.core.files import Seal
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_training.ranks import children_of
 

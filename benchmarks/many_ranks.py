@@ -53,7 +53,7 @@ def slices(ranks: int, parameters: int) -> Any:
     """The index of a checkpoint of which there are no files: tensors of (4096, 1024), as the reader makes them."""
     from ckpt_formats.core.checkpoint import Checkpoint, Origin, Parameter
     from ckpt_formats.core.dtypes import DTYPES
-    from ckpt_formats.core.files import Seal
+    from ckpt_formats.core.seals import Seal
     from ckpt_formats.core.tensor import FileBlob
     from ckpt_formats.engines.deepspeed.flat_partitions import chunk
     from ckpt_formats.engines.deepspeed.zero3 import even_tensor

@@ -13,9 +13,9 @@ from ckpt_cli.views import columns
 from ckpt_cli.views.file_ranges import FileRanges, SourceFiles
 from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.checkpoint import Checkpoint, Opened
-from ckpt_formats.core.files import SealTable
 from ckpt_formats.core.format import FilePlan, ReadOptions
 from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.seals import SealTable
 from ckpt_formats.core.state_table import PLAIN, ROLES, StateTable
 from ckpt_formats.core.text import folded, format_nbytes, printable
 from ckpt_formats.core.values import brief

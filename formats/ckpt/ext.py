@@ -8,11 +8,12 @@ from ckpt_formats.containers.safetensors import parse_json_object
 from ckpt_formats.containers.safetensors_shards import lost_states
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, SourceFile
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.files import Reader, Seal, open_regular, read_whole, unreadable, write_sealed
+from ckpt_formats.core.files import Reader, open_regular, read_whole, unreadable, write_sealed
 from ckpt_formats.core.format import FileLayouts, FilePlan, Format, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Layout, Rule
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.tensor import ArrayBlob, FileBlob, Fragment, Tensor
 from ckpt_formats.core.text import file_stem, printable
 from ckpt_formats.core.transfer import Transfer

@@ -12,7 +12,7 @@ import xxhash
 import ckpt
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
-from ckpt_formats.core.files import digest_of_seals
+from ckpt_formats.core.seals import digest_of_seals
 from ckpt_formats.core.text import printable
 from ckpt_formats.stores.location import source_path
 from ckpt_training import ranks

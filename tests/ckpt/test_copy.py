@@ -11,8 +11,9 @@ import ckpt as library
 from ckpt.copying import compare
 from ckpt.pipeline import target as life
 from ckpt_formats.core.errors import CorruptError, UnsafeError
-from ckpt_formats.core.files import Leaves, Reader, Seal
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.seal_checks import verify_seals
+from ckpt_formats.core.seals import Leaves, Seal
 from ckpt_formats.stores import bucket as buckets
 from ckpt_formats.stores.bucket import Bucket
 from ckpt_formats.stores.e_tags import RunningTag

@@ -18,9 +18,9 @@ from ckpt.job import save
 from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, NoSpaceError
-from ckpt_formats.core.files import crc32
 from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.core.layout import Rule
+from ckpt_formats.core.seals import crc32
 from ckpt_formats.core.tensor import FileBlob
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint

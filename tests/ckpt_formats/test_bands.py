@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from ckpt_formats.core.bands import Band
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.evidence import Evidence, seal_number
-from ckpt_formats.core.files import Reader, Seal, crc32
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import slab
 from ckpt_formats.core.seal_checks import verify_seals
+from ckpt_formats.core.seals import Seal, crc32
 from ckpt_formats.core.tensor import Array, FileBlob, read
 from held import flip, folder
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.files import Seal
 from ckpt_formats.core.flat_partitions import FlatPiece, even_tensor, tensor_in
 from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.tensor import FileBlob, Tensor, read
 from held import folder
 

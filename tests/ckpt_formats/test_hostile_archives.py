@@ -14,8 +14,9 @@ import torch
 
 from ckpt_formats.containers.torchfile import TensorRef, open_file, tensor_of
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError
-from ckpt_formats.core.files import Reader, crc32
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.seal_checks import seal_is_valid
+from ckpt_formats.core.seals import crc32
 from ckpt_formats.core.tensor import read
 
 Typed = (CorruptError, UnsafeError, UnsupportedError)

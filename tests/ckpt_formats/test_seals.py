@@ -22,19 +22,11 @@ from ckpt_formats.core import files
 from ckpt_formats.core.coverage import Piece
 from ckpt_formats.core.errors import CorruptError, NotFoundError
 from ckpt_formats.core.evidence import Evidence, evidence_of, seal_number
-from ckpt_formats.core.files import (
-    Kind,
-    LazySeals,
-    Leaves,
-    Reader,
-    Seal,
-    crc32,
-    crc32_combine,
-    write_sealed,
-)
+from ckpt_formats.core.files import Reader, write_sealed
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.seal_checks import ListedSeals, SealChecks, seal_is_valid, verify_seals
+from ckpt_formats.core.seals import Kind, LazySeals, Leaves, Seal, crc32, crc32_combine
 from ckpt_formats.engines.torch_save import Torch
 from held import flip, folder
 

@@ -11,9 +11,9 @@ from ckpt.job import AnyProgress, count_to, load_kernels
 from ckpt.pipeline import Resources
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.files import Seal
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import identified
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.universal.published.records import (
     FOLDER,

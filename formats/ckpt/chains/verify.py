@@ -16,8 +16,8 @@ from ckpt.job import AnyProgress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.files import Seal
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.core.tensor import Blob
 from ckpt_formats.universal.boxes.whole import as_stored

@@ -22,10 +22,11 @@ from ckpt_formats.core.arguments import Checked, Count, StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import OutputError, UnsupportedError
 from ckpt_formats.core.evidence import Evidence
-from ckpt_formats.core.files import Reader, Seal, crc32
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.identity import check_unchanged
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.seal_checks import SealChecks
+from ckpt_formats.core.seals import Seal, crc32
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry.location import locate
 from ckpt_formats.registry.seal_file import SealedFile, to_bytes

@@ -12,11 +12,12 @@ from pathlib import Path
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import CkptError, IncompleteError, NotFoundError, UnsafeError, UnsupportedError
-from ckpt_formats.core.files import Seal, read_whole
+from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.folders import entries_of, is_harmless
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.identity import Identities, Identity, unrecorded
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
 from ckpt_formats.registry import FORMATS
 from ckpt_formats.registry.location import locate

@@ -19,9 +19,10 @@ from ckpt.copying.selection import ChosenFile, ChosenFiles
 from ckpt.pipeline import seals_error
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import OutputError
-from ckpt_formats.core.files import Reader, Seal, write_all
+from ckpt_formats.core.files import Reader, write_all
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.seal_checks import verify_seals
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.zero_runs import ZeroRun

@@ -7,11 +7,12 @@ from pathlib import Path
 from ckpt.pipeline.targets import check_target
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
-from ckpt_formats.core.files import Reader, Seal
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import FilePlan, Plan, WritableFormat
 from ckpt_formats.core.identity import Identities, Identity
 from ckpt_formats.core.seal_checks import ListedSeals, SealChecks
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.version import WRITTEN_BY

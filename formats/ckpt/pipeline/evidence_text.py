@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 
 from ckpt_formats.core.evidence import RANGE, Evidence
-from ckpt_formats.core.files import Kind, Seal
+from ckpt_formats.core.seals import Kind, Seal
 from ckpt_formats.core.values import is_natural
 
 _MAX_NBYTES = 1 << 28

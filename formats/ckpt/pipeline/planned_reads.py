@@ -11,10 +11,10 @@ from pathlib import Path
 from ckpt.pipeline.groups import Group, in_step
 from ckpt.pipeline.resources import Resources
 from ckpt_formats.core.coming_reads import ObjectRange, object_ranges
-from ckpt_formats.core.files import Seal
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.geometry import slabs
 from ckpt_formats.core.prefetch import PlannedReads, Prefetch, joined_ranges
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.tensor import Blob, FileBlob, FlatRangeBlob, Tensor
 

@@ -24,10 +24,11 @@ from ckpt_formats.core.coming_reads import object_ranges
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import at_tensor
 from ckpt_formats.core.evidence import joined, seal_number
-from ckpt_formats.core.files import Reader, Seal
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import Identities, check_unchanged
 from ckpt_formats.core.interchange import MappedFiles
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.tensor import Array, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.value_changes import check_allowed, totals

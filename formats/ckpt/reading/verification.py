@@ -12,9 +12,10 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.coverage import Piece, union
 from ckpt_formats.core.errors import CorruptError, InvalidArgumentError
 from ckpt_formats.core.evidence import seal_number
-from ckpt_formats.core.files import Reader, Seal
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.seal_checks import SealChecks
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.value_changes import ChangedTensor
 

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
-from ckpt_formats.core.files import Reader, Seal, crc32
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.seals import Seal, crc32
 from ckpt_formats.core.tensor import Array, Blob, FileBlob
 
 _MAX_WINDOW = 1 << 27

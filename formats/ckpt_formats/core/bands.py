@@ -17,7 +17,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from ckpt_formats.core.evidence import Evidence
-    from ckpt_formats.core.files import Seal
+    from ckpt_formats.core.seals import Seal
 
 BAND = 1 << 22
 """Bytes of a band: few enough to stay in a core's cache, and many enough that there are few reads."""

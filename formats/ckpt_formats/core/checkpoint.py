@@ -9,11 +9,11 @@ from ckpt_formats.core.arguments import MAX_INTEGER, Checked
 from ckpt_formats.core.claims import MAX_RANKS
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError, InvalidArgumentError, at_tensor
-from ckpt_formats.core.files import Seal
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.short_repr import ShortRepr, cut, short_repr
 from ckpt_formats.core.state_names import MASTER as MASTER
 from ckpt_formats.core.state_names import MODEL as MODEL

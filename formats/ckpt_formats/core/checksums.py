@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from ckpt_formats.core.coverage import Piece, steps_over, union
-from ckpt_formats.core.files import Seal, crc32, crc32_combine, crc32_without
+from ckpt_formats.core.seals import Seal, crc32, crc32_combine, crc32_without
 
 if TYPE_CHECKING:
     from ckpt_formats.core.files import Reader

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ckpt_formats.core.files import Seal
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.store_path import StorePath, is_remote, request
 from ckpt_formats.core.tensor import Blob
 

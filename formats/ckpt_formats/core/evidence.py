@@ -13,7 +13,7 @@ from ckpt_formats.core.checksums import Crc32, digest_of
 from ckpt_formats.core.coverage import Piece
 
 if TYPE_CHECKING:
-    from ckpt_formats.core.files import Seal
+    from ckpt_formats.core.seals import Seal
 
 RANGE = np.dtype([("seal", "<u8"), ("start", "<u8"), ("stop", "<u8"), ("digest", "<u8")])
 """One range: the number of its seal, its ends within the sealed range, and its checksum (see `digest_of`)."""

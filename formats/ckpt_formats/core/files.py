@@ -1,35 +1,32 @@
-"""Read ranges of files, and compute their checksums from the same reads.
+"""Read ranges of files, and compute the checksums that the files promise from the same reads.
 
-A `Seal` is a checksum that a file promises for a range of its own bytes. A `Reader`
-computes these checksums, as far as possible, from the bytes that it reads for its
-caller. The results are `Evidence`: plain data, which another process may send back.
-`SealChecks` puts the evidence of all readers together.
+A `Reader` computes the checksums of sealed ranges (`seals`), as far as possible, from the bytes that it reads for its
+caller. The results are `Evidence`: plain data, which another process may send back. `SealChecks` puts the evidence of
+all readers together.
 """
 
 import errno
 import os
 import resource
 import stat
-from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import xxhash
-from isal import isal_zlib
 
 from ckpt_codecs.scratch import acquire_buffer, release_buffer
 from ckpt_formats.core.bands import BAND, Band, BytesInMemory, Rows, rows_nbytes
 from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, UnsafeError
 from ckpt_formats.core.identity import Identities, note
 from ckpt_formats.core.open_file import LocalFile, OpenFile, as_stream, open_file, stream_nbytes
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.store_path import ObjectFile, StoreError, is_remote
 from ckpt_formats.core.zero_runs import ZeroRuns
 
@@ -39,117 +36,17 @@ if TYPE_CHECKING:
     from ckpt_formats.core.prefetch import PlannedReads
     from ckpt_formats.core.value_changes import ValueChanges
 
-Kind = Literal["crc32", "xxh3-128", "xxh3-64"]
-
 Observer = Callable[[Path, int, memoryview], None]
 """Is given bytes of a file: its path, where they begin in it, and (nbytes,) uint8."""
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 _BLOCK = 1 << 22
-_PERIOD = (1 << 32) - 1
 _MAX_CACHED_BYTES = 8 << 20
 _RESERVED = 32
 """Files that the process may need besides those that it reads: standard streams, libraries, output files."""
 _EXPECTED_READERS = 16
 """How many readers are open at the same time, if the caller does not state it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Leaves:
-    """The checksums of the chunks of a range, which follow one another."""
-
-    nbytes: _Array
-    """The length of each chunk: (chunks,) int64."""
-    digests: bytes
-    """The checksums, one after another, most significant byte first: 16 bytes each (XXH3-128) or 8 (XXH3-64)."""
-
-
-# Not frozen, like `Box`: there is one for each tensor.
-@dataclass(slots=True, unsafe_hash=True)
-class Seal:
-    """A checksum that a file promises for a range of its own bytes.
-
-    A range in chunks has a checksum for each: then `digest` is the XXH3-128 of these, one after another.
-    """
-
-    path: Path
-    offset: int
-    nbytes: int
-    kind: Kind
-    digest: int
-    label: str
-    """The name of the range in messages: `archive/data/3`, `layer.0/exp_avg`."""
-    chunk_nbytes: int = 0
-    """The length of every chunk but the last; 0 if the range is not in chunks, or in chunks of several lengths."""
-    leaves: Leaves | None = field(default=None, compare=False, repr=False)
-    """The checksums of the chunks, if they are known."""
-
-
-class LazySeals(Sequence[Seal]):
-    """Seals some of which are made, or read from files, when they are looked up."""
-
-    @abstractmethod
-    def listed(self) -> Iterable[Seal]:
-        """Those that are known without reading anything: the same ones in every process that opens the checkpoint."""
-
-    def digest(self) -> bytes:
-        """A hash that differs if the checksums do, as far as they are known without reading anything."""
-        return digest_of_seals(tuple(self.listed()))
-
-
-def digest_of_seals(seals: Sequence[Seal]) -> bytes:
-    """A hash of ranges and checksums, without the paths of the files."""
-    if isinstance(seals, LazySeals):
-        return seals.digest()
-    return xxhash.xxh3_128(b"".join(b"%d %d %d\n" % (one.offset, one.nbytes, one.digest) for one in seals)).digest()
-
-
-class SealTable(LazySeals):
-    """Seals that are columns, so that many are compared at once. None is made before it is looked up."""
-
-    def listed(self) -> Iterable[Seal]:
-        return self.alone()
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """The bytes of all ranges."""
-
-    @abstractmethod
-    def alone(self) -> Iterator[Seal]:
-        """The seals that are in no part: few, such as those of headers."""
-
-    @abstractmethod
-    def parts(self) -> Sequence["SealPart"]:
-        """All others, in parts that are compared each by itself."""
-
-    def contradictions(self) -> "Iterator[Contradiction]":
-        """What files say of themselves otherwise than these seals do, although all bytes fit."""
-        return iter(())
-
-    @abstractmethod
-    def of(self, number: int) -> "tuple[Seal, str]":
-        """A seal of a part by its number, and the name of the parameter whose values it is of."""
-
-
-@dataclass(frozen=True)
-class Contradiction:
-    """What a file says of itself otherwise than what has its checksums: of which tensor, if it is about one."""
-
-    path: Path
-    what: str
-    tensor: str | None = None
-
-
-class SealPart(Protocol):
-    """Sealed ranges of a file that are read front to back."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def unequal(self, reader: "Reader") -> list[int]:
-        """The numbers of the seals in `SealTable.of` that do not match, or whose bytes cannot be read."""
 
 
 class Reader:
@@ -457,22 +354,6 @@ def write_all(out: BinaryIO | FileIO, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[out.write(view) or 0 :]
-
-
-def crc32(data: bytes | memoryview, start: int = 0) -> int:
-    """The CRC-32 of zip and zlib. `start`: that of the bytes before."""
-    return int(isal_zlib.crc32(data, start))
-
-
-def crc32_combine(first: int, second: int, nbytes: int) -> int:
-    """The CRC-32 of two neighbouring ranges, the second of them `nbytes` long."""
-    return int(isal_zlib.crc32_combine(first, second, nbytes))
-
-
-def crc32_without(both: int, second: int, nbytes: int) -> int:
-    """The CRC-32 of the first of two neighbouring ranges, given that of both and that of the second, `nbytes` long."""
-    # To append n zeros is linear in the CRC, and to append 2^32 - 1 zeros changes nothing: the polynomial is primitive.
-    return crc32_combine(both ^ second, 0, -nbytes % _PERIOD)
 
 
 _HINTS = {

@@ -6,7 +6,7 @@ from typing import overload
 
 import xxhash
 
-from ckpt_formats.core.files import LazySeals, Seal, digest_of_seals
+from ckpt_formats.core.seals import LazySeals, Seal, digest_of_seals
 
 
 class JoinedSeals(LazySeals):

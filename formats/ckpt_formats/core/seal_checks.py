@@ -15,7 +15,8 @@ import numpy as np
 from ckpt_formats.core.checksums import Checksum, MismatchError, checksum_of, digest_of
 from ckpt_formats.core.coverage import Piece, union
 from ckpt_formats.core.evidence import NUMBER, RANGE, Evidence, Numbers, seal_number
-from ckpt_formats.core.files import LazySeals, Reader, Seal
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.seals import LazySeals, Seal
 
 _MANY = 64
 """Pieces of one seal above which neighbours are combined."""

@@ -21,9 +21,10 @@ from ckpt_formats.core.arguments import check_fields
 from ckpt_formats.core.bands import BAND, Rows
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError, IncompleteError
-from ckpt_formats.core.files import Reader, Seal
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, block_of_key, flat_boxes, missing, overlaps, slab
 from ckpt_formats.core.identity import Identities
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.short_repr import short_repr
 
 if TYPE_CHECKING:

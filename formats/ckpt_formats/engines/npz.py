@@ -16,8 +16,9 @@ from ckpt_formats.containers.torchfile.zip_archive import Archive, read_members
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Origin, Parameter, SourceFile
 from ckpt_formats.core.claims import MAX_NAMES
 from ckpt_formats.core.errors import CkptError, UnsafeError, UnsupportedError, at_tensor
-from ckpt_formats.core.files import Seal, open_regular
+from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.format import Format, ReadOptions
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.tensor import FileBlob, Tensor, c_strides
 from ckpt_formats.core.text import printable
 

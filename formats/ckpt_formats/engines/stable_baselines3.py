@@ -17,9 +17,10 @@ from ckpt_formats.containers.torchfile.file_window import Window
 from ckpt_formats.containers.torchfile.zip_archive import Archive, read_members
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError
-from ckpt_formats.core.files import crc32, open_regular
+from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.format import Format, ReadOptions
 from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.seals import crc32
 from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.state_dicts.optimizer_form import is_optimizer
 from ckpt_formats.state_dicts.read import training_state

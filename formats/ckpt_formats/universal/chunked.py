@@ -20,8 +20,9 @@ from ckpt_codecs.scratch import temporary_buffer, thread_buffer
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError
-from ckpt_formats.core.files import Leaves, Reader, Seal
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
+from ckpt_formats.core.seals import Leaves, Seal
 from ckpt_formats.core.tensor import Array, Blob, BlockBlob, FileBlob, FlatRangeBlob
 from ckpt_formats.universal.entry import DIGEST, CodedChunks
 

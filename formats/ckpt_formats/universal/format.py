@@ -14,9 +14,10 @@ from ckpt_formats.core.checkpoint import OLDER, OLDEST_STEP, Checkpoint, ErrorFi
 from ckpt_formats.core.claims import MAX_HEADER
 from ckpt_formats.core.encoding import EncodingOptions, Level
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
-from ckpt_formats.core.files import Reader, Seal, unreadable
+from ckpt_formats.core.files import Reader, unreadable
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.version import WRITTEN_BY

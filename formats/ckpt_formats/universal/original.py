@@ -15,7 +15,8 @@ from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import OriginalForm
 from ckpt_formats.core.claims import MAX_FILE_NAME
 from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
-from ckpt_formats.core.files import Seal, read_range
+from ckpt_formats.core.files import read_range
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.single_file import FileRange
 

@@ -14,7 +14,8 @@ from ckpt_formats.containers.sealed_json import hash_text
 from ckpt_formats.core.claims import MAX_HEADER
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
 from ckpt_formats.core.errors import CkptError, CorruptError
-from ckpt_formats.core.files import Contradiction, Reader
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.seals import Contradiction
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.index import CODED, DERIVED

@@ -13,7 +13,8 @@ import xxhash
 
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.files import Reader, Seal
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.universal.entry import DIGEST
 from ckpt_formats.universal.index import CODED, DERIVED, Index

@@ -12,7 +12,7 @@ from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
-from ckpt_formats.core.files import Leaves, Seal
+from ckpt_formats.core.seals import Leaves, Seal
 from ckpt_formats.core.state_names import from_stored, to_stored
 from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Tensor
 from ckpt_formats.core.text import printable

@@ -12,7 +12,7 @@ import numpy as np
 from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.checkpoint import ErrorFigures, Parameter
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.files import Contradiction, Seal, SealPart, SealTable
+from ckpt_formats.core.seals import Contradiction, Seal, SealPart, SealTable
 from ckpt_formats.core.state_table import PLAIN as UNCODED
 from ckpt_formats.core.state_table import Coding, Places, StateTable, TabulatedParameters
 from ckpt_formats.universal import original

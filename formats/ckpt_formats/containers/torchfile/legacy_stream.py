@@ -16,7 +16,7 @@ from ckpt_formats.containers.torchfile.pickle_reader import PAD, Interpreter, Tr
 from ckpt_formats.containers.torchfile.storages import Storage
 from ckpt_formats.core.claims import MAX_PICKLE
 from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
-from ckpt_formats.core.files import Seal
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.values import Value
 
 MAGIC = 0x1950A86A20F9469CFC6C

@@ -21,7 +21,7 @@ from ckpt_formats.containers.torchfile.zip_archive import LOCAL, Archive, read_d
 from ckpt_formats.core.claims import MAX_ELEMENTS, MAX_PICKLE
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
-from ckpt_formats.core.files import Seal
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.tensor import FileBlob
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Value

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ckpt_formats.containers.torchfile.file_window import ByteSource
 from ckpt_formats.containers.torchfile.zip_archive import Archive, ZipMember, central_entries
-from ckpt_formats.core.files import crc32
+from ckpt_formats.core.seals import crc32
 from ckpt_formats.core.tensor import FileBlob
 
 _MAX_EDGE = 4096

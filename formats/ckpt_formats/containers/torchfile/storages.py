@@ -13,8 +13,8 @@ from typing import Protocol
 
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, UnsafeError
-from ckpt_formats.core.files import Seal
 from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.tensor import FileBlob, Fragment, Tensor, c_strides
 from ckpt_formats.core.values import Global, Value
 

@@ -21,8 +21,9 @@ from ckpt_formats.containers.torchfile.pickle_writer import Persistent, emit
 from ckpt_formats.containers.torchfile.storages import STORAGE_CLASSES, Storage, TensorRef
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CkptError, NoSpaceError, OutputError, UnsupportedError
-from ckpt_formats.core.files import Reader, Seal, crc32
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Shape, slabs
+from ckpt_formats.core.seals import Seal, crc32
 from ckpt_formats.core.tensor import FileBlob, Tensor, c_strides
 from ckpt_formats.core.values import Global, Record, StdDict, Value
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError
-from ckpt_formats.core.files import Seal, crc32
+from ckpt_formats.core.seals import Seal, crc32
 from ckpt_formats.core.store_path import is_remote, request
 
 DEFLATED = 8

@@ -18,9 +18,10 @@ from ckpt_formats.containers.compressed_range import DecompressedBlob, Frame, zs
 from ckpt_formats.containers.torchfile import ParsedTemplate, TensorRef, Window, open_item, tensor_of
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsupportedError
-from ckpt_formats.core.files import LazySeals, Reader, Seal, open_regular
+from ckpt_formats.core.files import Reader, open_regular
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.seals import LazySeals, Seal
 from ckpt_formats.core.store_path import is_remote, request
 from ckpt_formats.core.tensor import Array, Blob, FileBlob
 from ckpt_formats.core.text import printable

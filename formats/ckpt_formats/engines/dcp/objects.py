@@ -20,7 +20,7 @@ from ckpt_formats.containers.torchfile import (
 from ckpt_formats.containers.torchfile.pickle_reader import PROTO
 from ckpt_formats.containers.torchfile.zip_archive import END, LOCAL
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError
-from ckpt_formats.core.files import Seal
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Size, Value

@@ -8,11 +8,12 @@ from typing import cast
 
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, SourceFile
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
-from ckpt_formats.core.files import Seal, unreadable
+from ckpt_formats.core.files import unreadable
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Rule, merge
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.tensor import Fragment, Tensor, with_replicas
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value

@@ -8,10 +8,10 @@ from typing import Any
 from ckpt_formats.containers.torchfile import open_file
 from ckpt_formats.core.checkpoint import Checkpoint, Origin, Parameter, SourceFile
 from ckpt_formats.core.errors import IncompleteError, form_of
-from ckpt_formats.core.files import Seal
 from ckpt_formats.core.folders import TRAINER_STATE
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, is_natural

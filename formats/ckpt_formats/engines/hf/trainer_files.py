@@ -5,9 +5,9 @@ from pathlib import Path
 
 from ckpt_formats.containers.torchfile import open_file
 from ckpt_formats.core.checkpoint import Checkpoint, SourceFile
-from ckpt_formats.core.files import Seal
 from ckpt_formats.core.folders import TRAINER_STATE, is_harmless
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.engines.hf.folder import sort_files
 from ckpt_formats.engines.hf.side_files import config_of, read_side_files

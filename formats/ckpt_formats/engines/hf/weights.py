@@ -11,9 +11,9 @@ from ckpt_formats.containers.shard_index import NO_INDEX, ShardIndex, one_set, r
 from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.core.errors import CorruptError, IncompleteError
-from ckpt_formats.core.files import Seal
 from ckpt_formats.core.folders import INDEX_SUFFIX
 from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.hf.folder import Container, Folder

@@ -13,9 +13,10 @@ from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.claims import MAX_SMALL_JSON
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError
-from ckpt_formats.core.files import Reader, Seal
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.folders import CONFIG
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.tensor import Array, FileBlob, Fragment, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import TensorName, Value

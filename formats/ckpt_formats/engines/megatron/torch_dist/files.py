@@ -11,8 +11,9 @@ from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.core.claims import MAX_SMALL_JSON
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
-from ckpt_formats.core.files import Seal, read_whole
+from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.tensor import Fragment, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
