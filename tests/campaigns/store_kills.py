@@ -43,7 +43,7 @@ from ckpt_formats.core.errors import (
     UnsupportedError,
 )
 from ckpt_formats.core.format import WritableFormat
-from ckpt_formats.registry.marks import is_mark
+from ckpt_formats.registry.listed import is_mark
 from ckpt_formats.stores.location import source_path
 from clusters import files
 from damage import SAMPLES

@@ -27,7 +27,7 @@ from ckpt_formats.core.errors import (
 from ckpt_formats.core.files import Reader, write_all
 from ckpt_formats.core.place import ObjectEntry
 from ckpt_formats.core.store_path import is_remote
-from ckpt_formats.registry.marks import is_mark
+from ckpt_formats.registry.listed import is_mark
 from ckpt_formats.stores.bucket import part_nbytes
 from ckpt_formats.stores.e_tags import RunningTag
 from ckpt_formats.stores.joined import part_name, parts_of

@@ -20,8 +20,8 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
 from ckpt_formats.registry import FORMATS
+from ckpt_formats.registry.listed import is_mark
 from ckpt_formats.registry.location import locate
-from ckpt_formats.registry.marks import is_mark
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.registry.unread_files import OTHER_CHECKPOINTS, UNREAD
 from ckpt_formats.universal.chain import file as chain_list

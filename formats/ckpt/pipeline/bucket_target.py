@@ -37,7 +37,7 @@ from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.place import ObjectEntry, Place
 from ckpt_formats.core.store_path import StorePath, is_remote
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
-from ckpt_formats.registry.marks import is_mark
+from ckpt_formats.registry.listed import is_mark
 from ckpt_formats.registry.published import SKEW, is_proven_whole, stated_files
 from ckpt_formats.stores.location import listed_again, place_at
 

@@ -1,12 +1,12 @@
 """What is at a path if a format detects it: names and first bytes, as data.
 
-`registry.FORMATS` has the marks of each. A format is imported only if one of its marks is there, because to import all
+`listed.FORMATS` has the marks of each. A format is imported only if one of its marks is there, because to import all
 of them takes longer than to read a small checkpoint. Marks are necessary, not sufficient: `Format.detect` decides.
 """
 
 import re
 from fnmatch import fnmatchcase
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,19 +28,6 @@ class Marks(NamedTuple):
 
 
 _START_NBYTES = 320
-
-
-def is_mark(file: str) -> bool:
-    """Whether a file, by its path in a checkpoint, is one by which a format knows the whole."""
-    name = file.rpartition("/")[2]
-    return name.endswith(".index.json") or name in _marking_names()
-
-
-@cache
-def _marking_names() -> frozenset[str]:
-    from ckpt_formats.registry import FORMATS  # which lists the marks of each
-
-    return frozenset(path.rpartition("/")[2] for format in FORMATS.values() for path in format.marks.paths)
 
 
 class PathMarks:

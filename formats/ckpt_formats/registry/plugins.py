@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
+from ckpt_formats.registry.listed import FORMATS
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, EntryPoint
@@ -202,8 +203,6 @@ def _package(entry: EntryPoint) -> str:
 
 
 def _reason_to_ignore(entry: EntryPoint) -> str | None:
-    from ckpt_formats.registry import FORMATS
-
     if entry.name in FORMATS:
         return "ckpt has a format of this name"
     return None if _NAME.fullmatch(entry.name) else "a name has lower-case letters, digits and single hyphens"

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.text import STAGED
-from ckpt_formats.registry.marks import is_mark
+from ckpt_formats.registry.listed import is_mark
 
 SKEW = 1.0
 """Seconds by which times of objects may differ that were put at the same time: the servers of a store have clocks."""
