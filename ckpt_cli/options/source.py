@@ -1,6 +1,7 @@
 """Checkpoints that a command reads: their arguments, the options of readers, and edits on the way."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -12,6 +13,7 @@ from ckpt_cli.options.types import CheckpointPath, FloatType, PatternType, Renam
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ckpt_cli.options.target import Target
     from ckpt_formats.core.checkpoint import Checkpoint
     from ckpt_formats.core.format import ReadOptions
 
@@ -21,8 +23,9 @@ NAMINGS = ("hf", "megatron", "megatron-legacy", "torchtitan", "meta")
 """The names that tensors can have: those of Hugging Face, of Megatron core, or of older Megatron."""
 
 
-QUANTISED = ("fp8-block",)
+QUANTISED = ("fp8-block", "mxfp4", "q8_0")
 """The schemes of quantised weights that ckpt writes."""
+_OF_GGUF = "q8_0"
 
 
 def _note_anonymous(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -218,6 +221,28 @@ def renames(command: F) -> F:
     return cast(F, with_options(renamed, *_RENAMES, group="Edits"))
 
 
+def _in_blocks_of_gguf(target: "Target", scheme: str, leave_plain: tuple[str, ...]) -> "Target":
+    """The target with matrices in blocks of GGUF. Raises `InvalidArgumentError` for any other format."""
+    from ckpt_formats.core.errors import InvalidArgumentError
+    from ckpt_formats.registry.endings import format_of_ending
+
+    named = target.format_name or (None if target.is_folder else format_of_ending(target.path))
+    if named != "gguf":
+        raise InvalidArgumentError(
+            f"--quantise {scheme} is a type of GGUF files, not of {named or 'this target'}",
+            where=str(target.path),
+            hint="Write a file that ends in .gguf, or choose fp8-block or mxfp4.",
+        )
+    if leave_plain:
+        raise InvalidArgumentError(
+            f"--leave-plain does not go with --quantise {scheme}: llama.cpp fixes which tensors stay plain",
+            hint="Leave out --leave-plain.",
+        )
+    if (other := target.options.get("outtype", scheme)) != scheme:
+        raise InvalidArgumentError(f"--quantise {scheme} and --outtype {other} exclude each other")
+    return replace(target, options={**target.options, "outtype": scheme})
+
+
 def edits(command: F) -> F:
     """`--only`, `--skip`, `--model-only`, `--dtype`, `--quantise` and `--names`; the command gets the edited source."""
 
@@ -255,7 +280,9 @@ def edits(command: F) -> F:
             source = noted(source.cast(dtype, allow_overflow))
         if leave_plain and not quantise:
             raise click.UsageError("--leave-plain is about the weights that --quantise changes: give --quantise, too.")
-        if quantise:
+        if quantise == _OF_GGUF:
+            arguments["target"] = _in_blocks_of_gguf(arguments["target"], quantise, leave_plain)
+        elif quantise:
             source = noted(source.quantise(quantise, leave_plain))
         return command(*args, source=source, **arguments)
 

@@ -156,6 +156,15 @@ def compressed_tensors() -> Iterator[Case]:
     unpacked = helpers.unpack_fp4_from_uint8(packed, 24, 64, torch.float32)
     theirs = dequantize(unpacked, s.float(), args=arguments, dtype=torch.float32, global_scale=overall)
     yield Case("nvfp4", fp4.Nvfp4((24, 64)), (array(packed), array(s), array(overall)), array(theirs))
+    from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    packed, s = T(codes(24, 48)), T(random.integers(90, 140, (24, 3)).astype(np.uint8))
+    kind = QuantizationArgs(num_bits=4, type="float", strategy="group", group_size=32, symmetric=True)
+    parts = {"weight_packed": packed, "weight_scale": s}
+    theirs = MXFP4PackedCompressor.decompress(parts, QuantizationScheme(targets=["Linear"], weights=kind))["weight"]
+    own = fp4.Mxfp4((24, 96), transposed=False, grouped=False)
+    yield Case("mxfp4-packed", own, (array(packed), array(s)), array(theirs))
 
 
 def torchao() -> Iterator[Case]:

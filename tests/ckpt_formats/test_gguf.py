@@ -123,6 +123,8 @@ def test_gguf_quantises_as_gguf_py_does(tmp_path: Path) -> None:
     written = {one.name: one for one in gguf.GGUFReader(tmp_path / "b.gguf").tensors}
     assert written["w"].data.tobytes() == gguf.quantize(matrix, gguf.GGMLQuantizationType.Q8_0).tobytes()
     assert written["ragged"].data.tobytes() == matrix[:, :40].tobytes()
+    assert command("convert", tmp_path / "a.gguf", tmp_path / "c.gguf", "--quantise", "q8_0").code == 0
+    assert (tmp_path / "c.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
 
 
 def test_gguf_refuses_what_it_cannot_hold(whole: Path, tmp_path: Path) -> None:

@@ -49,6 +49,10 @@ def test_model_in_mxfp4_has_the_weights_that_transformers_dequantises(tmp_path: 
         transformers.GptOssConfig(**sizes, **heads), dtype=torch.bfloat16
     )
     model.save_pretrained(tmp_path / "oss")
+    save(open_checkpoint(tmp_path / "oss").quantise("mxfp4"), tmp_path / "codes", "hf")
+    save(open_checkpoint(tmp_path / "codes").cast("bf16"), tmp_path / "rounded", "hf")
+    dequantise = transformers.Mxfp4Config(dequantize=True)
+    assert_equal(loaded(tmp_path / "rounded"), loaded(tmp_path / "codes", dequantise))
     tensors = load_file(tmp_path / "oss" / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape
@@ -61,4 +65,4 @@ def test_model_in_mxfp4_has_the_weights_that_transformers_dequantises(tmp_path: 
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
     (tmp_path / "oss" / "config.json").write_text(json.dumps(config))
     save(open_checkpoint(tmp_path / "oss").cast("bf16"), tmp_path / "plain", "hf")
-    assert_equal(loaded(tmp_path / "plain"), loaded(tmp_path / "oss", transformers.Mxfp4Config(dequantize=True)))
+    assert_equal(loaded(tmp_path / "plain"), loaded(tmp_path / "oss", dequantise))

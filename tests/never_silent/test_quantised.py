@@ -17,11 +17,12 @@ import pytest
 from ckpt.combine import average, merge_lora
 from ckpt.compare import diff
 from ckpt.job import save
+from ckpt_cli.main import USAGE
 from ckpt_cli.options.source import QUANTISED
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
-from ckpt_formats.core.errors import CorruptError, NoMatchError, UnsupportedError
-from ckpt_formats.core.quantised.quantise import SCHEMES_TO_WRITE
+from ckpt_formats.core.errors import CorruptError, InvalidArgumentError, NoMatchError, UnsupportedError
+from ckpt_formats.core.quantised.quantise import GGUF_SCHEME, SCHEMES_TO_WRITE
 from ckpt_formats.core.quantised.weights import quantised_weights
 from ckpt_formats.registry.opening import open_checkpoint
 from damage import UNSUPPORTED, ckpt
@@ -106,6 +107,7 @@ CASES = {
     "fp4": Case({key.replace("nf4", "fp4"): form for key, form in _NF4.items()}, None, values=_STATES["fp4"]),
     "int8-bitsandbytes": Case({"weight": ((64, 32), I8), "SCB": ((64,), F32), "weight_format": ((), U8)}, {"load_in_8bit": True}, values={"weight_format": np.zeros((), U8)}),
     "mxfp4": Case({"gate_up_proj_blocks": ((2, 64, 1, 16), U8), "gate_up_proj_scales": ((2, 64, 1), U8)}, {"quant_method": "mxfp4"}, _EXPERTS, plain="gate_up_proj"),
+    "mxfp4-packed": Case({"weight_packed": ((64, 16), U8), "weight_scale": ((64, 1), U8)}, tensors_config("mxfp4-pack-quantized")),
     "nvfp4": Case({"weight_packed": ((64, 16), U8), "weight_scale": ((64, 2), E4M3), "weight_global_scale": ((1,), F32)}, tensors_config("nvfp4-pack-quantized")),
     "nvfp4-modelopt": Case({"weight": ((64, 16), U8), "weight_scale": ((64, 2), E4M3), "weight_scale_2": ((), F32), "input_scale": ((), F32)}, {"quant_algo": "NVFP4"}, plain=""),
     "quanto": Case({"weight._data": ((64, 32), I8), "weight._scale": ((64, 1), F32), "input_scale": ((), F32)}, None, plain=""),
@@ -448,8 +450,73 @@ def test_quantise_writes_fp8_blocks_that_read_back(tmp_path: Path) -> None:
     assert np.array_equal(again[f"{MODULE}.weight"][100:290, 5:150].view(U8), codes[100:290, 5:150])
 
 
+def mxfp4_by_definition(values: Any) -> tuple[Any, Any]:
+    """Codes (n, m / 2) and scales (n, m / 32) of a matrix (n, m): a search for the nearest of 16 numbers, even at ties."""
+    groups = values.astype(np.float64).reshape(len(values), -1, 32)
+    exponents = np.floor(np.log2(np.abs(groups).max(-1))) - 2
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    distances = np.abs(np.abs(groups / 2.0 ** exponents[..., None])[..., None] - numbers)
+    sizes = np.argmin(distances + np.where(np.arange(8) % 2, 1e-12, 0), -1)  # even codes win ties
+    codes = (sizes + 8 * np.signbit(groups)).astype(U8).reshape(len(values), -1)
+    return codes[:, ::2] | codes[:, 1::2] << 4, (exponents + 127).astype(U8)
+
+
+def test_quantise_writes_mxfp4_that_reads_back(tmp_path: Path) -> None:
+    """Linear layers as compressed-tensors stores them; of GPT-OSS, the experts in the layout of their own."""
+    random, folder = np.random.default_rng(5), tmp_path / "m"
+    folder.mkdir()
+    shapes = {"a.q_proj.weight": (70, 96), "a.k_proj.weight": (8, 40), "lm_head.weight": (64, 96)}
+    shapes |= {f"mlp.experts.{own}": shape for own, shape in (("gate_up_proj", (2, 64, 24)), ("down_proj", (2, 32, 8)))}
+    tensors = {name: random.normal(0, 0.02, shape).astype(BF16) for name, shape in shapes.items()}
+    ties = np.array([0.25, -0.75, 1.25, 1.75, -2.5, 3.5, 5, 7], F32).astype(BF16)
+    tensors["a.q_proj.weight"][0, 32:40] = ties
+    write_safetensors(folder / "model.safetensors", tensors)
+    for kind in ("own", "gpt_oss"):
+        (folder / "config.json").write_text(json.dumps({"model_type": kind, "torch_dtype": "bfloat16"}))
+        ran = ckpt("convert", folder, tmp_path / kind, "--to", "hf", "--quantise", "mxfp4", "--json")
+        notes = {note["text"]: note["names"] for note in json.loads(ran.out)["notes"]}
+        written = open_checkpoint(tmp_path / kind)
+        stated, plain = written.extras["hf/config.json"]["quantization_config"], written.cast("bf16")
+        if kind == "own":
+            assert (stated["format"], stated["ignore"]) == (
+                "mxfp4-pack-quantized",
+                ["a.k_proj", "lm_head", "mlp.experts"],
+            )
+            assert notes["left plain, because their rows are not whole groups of 32 values"] == ["a.k_proj.weight"]
+            assert sorted(notes["stacks of experts stay plain"]) == [
+                "mlp.experts.down_proj",
+                "mlp.experts.gate_up_proj",
+            ]
+            expected = {"a.q_proj.weight": (tensors["a.q_proj.weight"], "_packed", "_scale")}
+        else:
+            assert stated["quant_method"] == "mxfp4"
+            assert "lm_head" in stated["modules_to_not_convert"]
+            expected = {n: (tensors[n].swapaxes(1, 2), "_blocks", "_scales") for n in tensors if "experts" in n}
+        for name, (values, *endings) in expected.items():
+            codes, scales = mxfp4_by_definition(values.reshape(-1, values.shape[-1]))
+            assert [np.asarray(written[name + end]).tobytes() for end in endings] == [codes.tobytes(), scales.tobytes()]
+            assert np.abs(np.asarray(plain[name]).astype(F32) - tensors[name].astype(F32)).max() <= 1
+        again = plain.quantise("mxfp4")
+        for name in written:
+            box = tuple(slice(n // 3, n - n // 4) for n in written[name].shape)
+            assert again[name][box].tobytes() == np.asarray(written[name])[box].tobytes()
+    with pytest.raises(UnsupportedError, match="stays plain beside"):
+        open_checkpoint(folder).quantise("mxfp4", plain=[r"down_proj"])
+
+
+def test_q8_0_is_a_type_of_gguf_alone(models: Mapping[str, Checkpoint], tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="gguf alone"):
+        models["awq"].quantise("q8_0")
+    (tmp_path / "m").mkdir()
+    write_safetensors(tmp_path / "m" / "model.safetensors", {"a.q_proj.weight": np.ones((4, 64), F32)})
+    for target, more in (("out", ()), ("out.gguf", ("--outtype", "f16")), ("b.gguf", ("--leave-plain", "a"))):
+        ran = ckpt("convert", tmp_path / "m", tmp_path / target, "--quantise", "q8_0", *more)
+        assert ran.code == USAGE
+        assert not (tmp_path / target).exists()
+
+
 def test_quantise_refuses_what_has_no_codes(models: Mapping[str, Checkpoint], tmp_path: Path) -> None:
-    assert QUANTISED == SCHEMES_TO_WRITE
+    assert (*SCHEMES_TO_WRITE, GGUF_SCHEME) == QUANTISED
     with pytest.raises(UnsupportedError, match="cannot be quantised again"):
         models["awq"].quantise("fp8-block")
     (tmp_path / "m").mkdir()

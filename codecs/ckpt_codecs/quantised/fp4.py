@@ -48,7 +48,7 @@ def nibbles(packed: Array, high_first: bool = False) -> Array:
 
 @dataclass(frozen=True)
 class Mxfp4(Quantisation):
-    """MXFP4 as GPT-OSS stores it: 32 values share a power of two, and files have the matrix transposed.
+    """MXFP4: 32 values share a power of two. GPT-OSS has the matrix transposed in its files.
 
     Parts: blocks (..., out, in / 32, 16) and scales (..., out, in / 32), uint8. The weight is (..., in, out), as in
     memory of transformers; `transposed=False`: (..., out, in). Values are exact in bfloat16, but for scales that
@@ -56,6 +56,8 @@ class Mxfp4(Quantisation):
     """
 
     transposed: bool = True
+    grouped: bool = True
+    """Whether the codes have an axis of groups; compressed-tensors has (out, in / 2)."""
 
     name: ClassVar[str] = "MXFP4"
 
@@ -80,16 +82,19 @@ class Mxfp4(Quantisation):
     def parts(self) -> tuple[Part, ...]:
         rows = self.shape[-1] if self.transposed else self.shape[-2]
         scales = (*self.shape[:-2], rows, self._in // MX_BLOCK)
-        return Part("codes", (*scales, MX_BLOCK // 2), ("uint8",)), Part("scales", scales, ("uint8",))
+        codes = (*scales, MX_BLOCK // 2) if self.grouped else (*scales[:-1], self._in // 2)
+        return Part("codes", codes, ("uint8",)), Part("scales", scales, ("uint8",))
 
     def part_blocks(self, block: Block) -> tuple[Block, ...]:
-        *rest, low, high = block
-        rows, columns = (high, low) if self.transposed else (low, high)
-        scales = (*rest, rows, outer(columns, MX_BLOCK))
-        return (*scales, (0, MX_BLOCK // 2)), scales
+        *rest, first, second = block
+        rows, columns = (second, first) if self.transposed else (first, second)
+        low, high = groups = outer(columns, MX_BLOCK)
+        scales, half = (*rest, rows, groups), MX_BLOCK // 2
+        return (*scales, (0, half)) if self.grouped else (*rest, rows, (low * half, high * half)), scales
 
     def decode(self, block: Block, parts: Sequence[Array], out: Array) -> None:
-        blocks, scales = parts
+        scales = parts[1]
+        blocks = parts[0].reshape(*scales.shape, MX_BLOCK // 2)
         if blocks.size >= MIN_ELEMENTS and scales.max() < _OVERFLOWING:
             from ckpt_codecs.native import quantised  # small weights need no kernels
 

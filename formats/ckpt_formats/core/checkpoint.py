@@ -346,10 +346,11 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
         return edits.cast(self, dtype, allow_overflow)
 
     def quantise(self, scheme: str, plain: Sequence[str] = ()) -> "Checkpoint":
-        """The matrices of linear layers as codes and scales of a scheme: `fp8-block`, FP8 with a scale for 128 x 128.
+        """The matrices of linear layers as codes and scales: `fp8-block` or `mxfp4`.
 
-        Embeddings, the head, routers, norms, and parameters whose names match one of `plain` stay as they are. The
-        model's configuration states the quantisation.
+        `fp8-block` is FP8 with a scale for 128 x 128. `mxfp4` has an exponent for 32 values of a row; of GPT-OSS, only
+        the experts get it. Embeddings, the head, routers, norms, and parameters whose names match one of `plain` stay
+        as they are. The model's configuration states the quantisation.
 
         Raises `InvalidArgumentError` for an unknown scheme, `NoMatchError` for a pattern that matches nothing,
         `UnsupportedError` for optimizer states and weights that are quantised already, and when values are read that

@@ -354,6 +354,8 @@ class _Module:
         return value if isinstance(value, dict) else {}
 
     def mxfp4(self) -> list[PlainWeight]:
+        if "weight_packed" in self.tensors:
+            return self._mxfp4_of_a_matrix(("weight_packed", "weight_scale"))
         weights: list[PlainWeight] = []
         known: list[str] = []
         for own in self.names:
@@ -365,6 +367,14 @@ class _Module:
                 weights.append(self.weight(stem, partial(Mxfp4, (*rest, groups * 32, rows)), parts))
         self.only(*known)
         return weights
+
+    def _mxfp4_of_a_matrix(self, parts: tuple[str, str]) -> list[PlainWeight]:
+        (shape, _), _ = self.form(parts[0]), self.form(parts[1])
+        self.only(*parts)
+        if len(shape) < 2:
+            raise NotDecodable("has codes that are no matrix")
+        plain = (*shape[:-1], 2 * shape[-1])
+        return [self.weight("weight", lambda: Mxfp4(plain, transposed=False, grouped=False), parts)]
 
     def nvfp4(self) -> list[PlainWeight]:
         parts = ("weight_packed", "weight_scale", "weight_global_scale")

@@ -207,11 +207,20 @@ def _of_module(
         if scheme.name == "MXFP4" and not any(f"{stem}_scales" in tensors for stem in stems):
             continue
         if signs:
-            return scheme.name, {own for own in tensors if own in stems or re.fullmatch(scheme.parts, own)}
+            is_mxfp4 = scheme.name == "packed integers" and _are_mxfp4(tensors)
+            return "MXFP4" if is_mxfp4 else scheme.name, {
+                own for own in tensors if own in stems or re.fullmatch(scheme.parts, own)
+            }
     scales = {own for own in tensors if _WORDS & set(re.split(r"[._]", own.lower()))}
     if codes and method is not None:
         return method, set(tensors)
     return ("codes with scales", codes | scales) if codes and scales - codes else ("", ())
+
+
+def _are_mxfp4(tensors: Mapping[str, _Form]) -> bool:
+    """Whether compressed-tensors packed codes of MXFP4: bytes, with scales that are exponents."""
+    forms = [tensors.get(own) for own in ("weight_packed", "weight_scale")]
+    return all(form is not None and form.dtype.name == "uint8" for form in forms)
 
 
 def _are_codes(own: str, form: _Form, method: str | None) -> bool:
