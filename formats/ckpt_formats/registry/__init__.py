@@ -1,5 +1,6 @@
-"""Formats by name, and the checkpoint at a path. To add a format: write its module, and add its row to `listed.FORMATS`.
-Installed packages add further ones (`plugins`).
+"""Formats by name, and the checkpoint at a path.
+
+To add a format: write its module, and add its row to `listed.FORMATS`. Installed packages add further ones (`plugins`).
 """
 
 from importlib import import_module
