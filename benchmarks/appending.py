@@ -34,8 +34,8 @@ from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal, manifest
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import AppendedFrom
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import AppendedFrom
 from ckpt_formats.universal.delta_format import Delta, delta_base
 from ckpt_formats.universal.delta_plan import plan_delta
 
@@ -99,20 +99,20 @@ def prepared(run: Path, way: str, last: Path, scratch: Path) -> Path:
     """A copy of the chain whose last state is found in one way."""
     shutil.rmtree(scratch, ignore_errors=True)
     shutil.copytree(run, scratch, copy_function=os.link)
-    chain = replace(index.read(run), appended_from=None, tip=None)
+    chain = replace(chain_file.read(run), appended_from=None, tip=None)
     member = chain.members[-1]
     if way == "found":
         chain = replace(chain, appended_from=AppendedFrom(member.content, os.path.relpath(last, scratch)))
     if way == "tip":
         state = open_checkpoint(last)
         chain = replace(chain, tip=write_tip(scratch, member, state, state, Execution()))
-    (scratch / index.NAME).unlink()
-    (scratch / index.NAME).write_bytes(index.dump(chain))
+    (scratch / chain_file.NAME).unlink()
+    (scratch / chain_file.NAME).write_bytes(chain_file.dump(chain))
     return scratch
 
 
 def packs(run: Path) -> list[bytes]:
-    return [path.read_bytes() for path in sorted((run / index.read(run).members[-1].folder).rglob("packs/*"))]
+    return [path.read_bytes() for path in sorted((run / chain_file.read(run).members[-1].folder).rglob("packs/*"))]
 
 
 def measured(run: Path, last: Path, after: Path, scratch: Path, rounds: int) -> dict[str, tuple[float, int, int]]:

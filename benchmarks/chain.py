@@ -33,7 +33,7 @@ from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.universal import Universal, manifest
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ def grow(kept: Path, gb: float, deltas: int) -> float:
     """Append all states that are not there yet, and save the last one and the next; the seconds of the deltas."""
     run, seconds = kept / "run", 0.0
     kept.mkdir(exist_ok=True)
-    there = index.read(run).members[-1].step if run.exists() else 0
+    there = chain_file.read(run).members[-1].step if run.exists() else 0
     for state in states(gb, deltas + 2):
         step = state.origin.step or 0
         began = time.monotonic()
@@ -100,7 +100,7 @@ def grow(kept: Path, gb: float, deltas: int) -> float:
 def naive(run: Path, scratch: Path) -> Run:
     """Restore the base, then each delta on what the one before it left; the sum of all runs."""
     runs, full = [], None
-    for member in index.read(run).members:
+    for member in chain_file.read(run).members:
         alone = scratch / "delta"
         shutil.rmtree(alone, ignore_errors=True)
         alone.mkdir()
@@ -185,7 +185,7 @@ def main() -> None:
         if not (kept / "next").exists():
             seconds = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
             print(f"the chain was made in {seconds:,.0f} s, checked")
-        members = index.read(kept / "run").members
+        members = chain_file.read(kept / "run").members
         assert len(members) == given.deltas + 1, "another chain is kept there"
         raw, stored = members[-1].raw_nbytes, sum(member.stored_nbytes for member in members)
         print(f"{raw / 1e6:,.0f} MB a state, {given.deltas} deltas, {os.cpu_count()} cores")

@@ -21,8 +21,8 @@ from measure import measure
 from ckpt.chains.append import folder_name
 from ckpt.chains.write import DeltaPolicy, write_base, write_delta
 from ckpt.pipeline import Execution
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex, Member
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex, Member
 
 COMMANDS = {"verify": ["verify"], "compact": ["compact", "--keep", "every:5"]}
 
@@ -44,7 +44,7 @@ def grow(run: Path, gb: float, length: int) -> None:
             written = write_delta(held, target, step, earlier, run / members[-1].folder, policy, resources)
         members.append(written.member)
         earlier = held
-    (run / index.NAME).write_bytes(index.dump(ChainIndex(tuple(members))))
+    (run / chain_file.NAME).write_bytes(chain_file.dump(ChainIndex(tuple(members))))
 
 
 def _copied(state):
@@ -66,11 +66,11 @@ def _copied(state):
 
 def shortened(run: Path, length: int, to: Path) -> Path:
     """The first members of a chain as a chain of their own. Files are linked: none is ever changed in its place."""
-    members = index.read(run).members[:length]
+    members = chain_file.read(run).members[:length]
     to.mkdir()
     for member in members:
         shutil.copytree(run / member.folder, to / member.folder, copy_function=os.link)
-    (to / index.NAME).write_bytes(index.dump(ChainIndex(members)))
+    (to / chain_file.NAME).write_bytes(chain_file.dump(ChainIndex(members)))
     return to
 
 
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, required=True, help="Where the chain is made, and found by a later run.")
     given = parser.parse_args()
     run = given.keep / "run"
-    if not (run / index.NAME).exists():
+    if not (run / chain_file.NAME).exists():
         shutil.rmtree(run, ignore_errors=True)
         grow(run, given.gb, max(given.lengths))
     cpu: dict[tuple[str, int], list[float]] = {}

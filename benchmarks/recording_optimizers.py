@@ -27,8 +27,7 @@ from recording import LENGTH, Model, text  # noqa: E402
 
 from ckpt_formats.core.state_names import from_stored  # noqa: E402
 from ckpt_formats.core.tensor import read  # noqa: E402
-from ckpt_formats.universal.chain import file as index  # noqa: E402
-from ckpt_formats.universal.chain import states  # noqa: E402
+from ckpt_formats.universal.chain import chain_file, states  # noqa: E402
 from ckpt_formats.universal.gradients.record import Kind  # noqa: E402
 from ckpt_formats.universal.gradients.segment import open_segment  # noqa: E402
 from ckpt_recorder import Recorder  # noqa: E402
@@ -85,7 +84,7 @@ def truth_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[s
 
 def differing(chain: Path, step: int, truth: dict[tuple[str, str], bytes]) -> int:
     """The number of states whose bits differ from the run's, or that are missing."""
-    parameters = states.open_state(chain, index.read(chain), step).parameters
+    parameters = states.open_state(chain, chain_file.read(chain), step).parameters
     count = 0
     for (name, state), expected in truth.items():
         tensor = parameters[name].states.get(from_stored(state))
@@ -123,7 +122,7 @@ _SKIPPED = 8
 
 
 def _records(chain: Path) -> Iterator[Any]:
-    for line in index.read(chain).segments:
+    for line in chain_file.read(chain).segments:
         for log in open_segment(chain / line.folder).logs:
             yield from (r for r in log.records if r.step > max(_SKIPPED, line.first))
 

@@ -29,8 +29,8 @@ from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Array
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.layout import (
     LoggedOptimizer,
@@ -95,7 +95,7 @@ def write_log(run: Path, kind: str) -> tuple[float, int]:
             parts_, previous = record_parts(Kind.GRADIENTS, step, {"groups": encode([GROUP])}, *chunks, previous)
             file.writelines(parts_)
     line = LoggedSteps(folder.name, "run", 0, None, None, "2026-01-01T00:00:00Z")
-    (run / index.NAME).write_bytes(index.dump(ChainIndex((), (line,))))
+    (run / chain_file.NAME).write_bytes(chain_file.dump(ChainIndex((), (line,))))
     return nbytes / values.size, start
 
 

@@ -93,13 +93,13 @@ def noted(checkpoint: Checkpoint) -> Checkpoint:
 
 def expand_chain(path: str) -> tuple[str, ...]:
     """The addresses of all stored states of a chain, the oldest first; any other path alone."""
-    from ckpt_formats.universal.chain import file as index
+    from ckpt_formats.universal.chain import chain_file
     from ckpt_formats.universal.chain.states import all_steps
 
     place = None if path.startswith(SHADOW) else source_place(path)
-    if place is None or not (place / index.NAME).is_file():
+    if place is None or not (place / chain_file.NAME).is_file():
         return (path,)
-    chain = index.load(place / index.NAME)
+    chain = chain_file.load(place / chain_file.NAME)
     steps = all_steps(place, chain) if chain.is_published else [member.step for member in chain.members]
     notes.note(f"{len(steps)} stored states of the chain are read: {_brief(steps)}")
     return tuple(f"{path.rstrip('/')}@{step}" for step in steps)

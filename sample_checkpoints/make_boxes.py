@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 
 from boxed import BoxedRun, states_at
 from ckpt_formats.core.state_names import to_stored
-from ckpt_formats.universal.chain import file
+from ckpt_formats.universal.chain import chain_file
 
 HERE = Path(__file__).resolve().parent
 NAME = "universal-2-boxes"
@@ -38,9 +38,9 @@ def main() -> None:
         run.save(1, plain=True)
         run.save(2, delta=True)
         run.save(3, codec="auto")
-    chain = file.read(target)
+    chain = chain_file.read(target)
     members = tuple(replace(member, time=TIME) for member in chain.members)
-    (target / file.NAME).write_bytes(file.dump(replace(chain, members=members)))
+    (target / chain_file.NAME).write_bytes(chain_file.dump(replace(chain, members=members)))
     expected = {
         str(step): {
             f"{name}/{to_stored(state)}": xxhash.xxh3_128_hexdigest(values.tobytes())

@@ -29,7 +29,7 @@ from ckpt_cli.main import cli
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 
 HERE = Path(__file__).resolve().parent
 NAME = "universal-1-delta"
@@ -116,9 +116,9 @@ def main() -> None:
             if codec is None or codec in EXACT:
                 assert expected[str(step)] == hashes(content), step
     (chain / "chain.lock").unlink(missing_ok=True)
-    content_of = index.load(chain / index.NAME)
+    content_of = chain_file.load(chain / chain_file.NAME)
     members = tuple(replace(member, time=TIME) for member in content_of.members)
-    (chain / index.NAME).write_bytes(index.dump(replace(content_of, members=members)))
+    (chain / chain_file.NAME).write_bytes(chain_file.dump(replace(content_of, members=members)))
     chain.with_suffix(".expected.json").write_text(json.dumps(expected, indent=1) + "\n")
     nbytes = sum(path.stat().st_size for path in chain.rglob("*") if path.is_file())
     print(f"{chain.name}: {len(expected)} members, {nbytes:,} bytes")

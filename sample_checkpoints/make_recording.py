@@ -34,8 +34,8 @@ from ckpt_codecs.optimizers import whole_vectors
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Array
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.layout import (
     LoggedOptimizer,
@@ -311,7 +311,7 @@ def main() -> None:
     first.end(BASE)
     with tempfile.TemporaryDirectory() as scratch:
         base = base_of(run, BASE, Path(scratch))
-        member = replace(index.load(base / index.NAME).members[0], time=TIME)
+        member = replace(chain_file.load(base / chain_file.NAME).members[0], time=TIME)
         shutil.copytree(base / member.folder, chain / member.folder)
     second = Recording(chain, run, BASE, member.content)
     for step in range(BASE + 1, LAST + 1):
@@ -322,7 +322,7 @@ def main() -> None:
         LoggedSteps(first.folder.name, first.layout.run, 0, BASE, None, TIME),
         LoggedSteps(second.folder.name, second.layout.run, BASE, None, member.content, TIME),
     )
-    (chain / index.NAME).write_bytes(index.dump(ChainIndex((member,), segments)))
+    (chain / chain_file.NAME).write_bytes(chain_file.dump(ChainIndex((member,), segments)))
     (TARGET / "expected.json").write_text(json.dumps(wanted, indent=1) + "\n")
     nbytes = sum(path.stat().st_size for path in TARGET.rglob("*") if path.is_file())
     print(f"{TARGET.name}: {len(wanted)} steps, {nbytes:,} bytes")

@@ -25,11 +25,11 @@ def compact(
     from ckpt.chains.write import DeltaPolicy
     from ckpt_cli.views.compact import run, show_plan
     from ckpt_formats.stores.location import target_path
-    from ckpt_formats.universal.chain import file
+    from ckpt_formats.universal.chain import chain_file
 
     policy, path = DeltaPolicy(base_every=base_every), target_path(chain)
     if dry_run:
-        index = file.read(path)
+        index = chain_file.read(path)
         show_plan(path, index, plan(path, index, retention, policy), as_json)
         return
     run(path, retention, policy, resources, as_json)

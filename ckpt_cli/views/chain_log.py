@@ -13,8 +13,8 @@ from ckpt_cli.views import columns
 from ckpt_cli.views.report import data
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.text import PARTIAL, format_nbytes, printable
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex, Member
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex, Member
 from ckpt_formats.universal.published.steps import PublishedStep, read_steps
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def show_log(run: Path, as_json: bool, html: Path | None = None) -> None:
 
         page.check_place(html, "log")
     with doing(f"reading the chain {printable(str(run))}"):
-        chain = index.read(run)
+        chain = chain_file.read(run)
         segments = open_segments(run, chain)
         published = read_steps(run) if chain.is_published else []
     unfinished = unfinished_states(run, time.time())

@@ -12,7 +12,7 @@ from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import report
 from ckpt_formats.core.text import format_nbytes
-from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
+from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps
 
 _FATES = {
     "as it is": "stays as it is",

@@ -22,7 +22,7 @@ from ckpt_formats.core.values import brief
 from ckpt_formats.registry.location import detect
 
 if TYPE_CHECKING:
-    from ckpt_formats.universal.chain.file import SharedPacks
+    from ckpt_formats.universal.chain.chain_file import SharedPacks
 
 _COLUMNS = 48
 _MAX_FILES = 40

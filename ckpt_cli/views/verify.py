@@ -22,7 +22,7 @@ from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgum
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.zero_values import zero_notices
 from ckpt_formats.registry.opening import open_checkpoint as open_any
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.states import all_steps
 
 _MAX_STEPS = 10
@@ -49,7 +49,7 @@ def verify(
     """
     started = time.monotonic()
     try:
-        if (path / index.NAME).is_file():
+        if (path / chain_file.NAME).is_file():
             if how.values:
                 raise InvalidArgumentError(
                     "the values of a chain are read one state at a time",
@@ -100,7 +100,7 @@ def _quick(checkpoint: Checkpoint, as_json: bool) -> bool:
 def _quick_chain(run: Path, as_json: bool) -> bool:
     """Check the headers of all stored states of a chain."""
     started = time.monotonic()
-    chain = index.read(run)
+    chain = chain_file.read(run)
     steps = all_steps(run, chain) if chain.is_published else [member.step for member in chain.members]
     findings: list[Finding] = []
     with doing(f"comparing the headers of {len(steps)} states"):

@@ -30,7 +30,7 @@ from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.tensor import BlockIndexer, FlatIndexer, Tensor
 from ckpt_formats.core.value_changes import ChangedTensor
 from ckpt_formats.state_dicts.keys import StateKeys
-from ckpt_formats.universal.chain.file import AppendedFrom, ChainIndex, LoggedSteps, Member, SharedPacks, Tip
+from ckpt_formats.universal.chain.chain_file import AppendedFrom, ChainIndex, LoggedSteps, Member, SharedPacks, Tip
 from ckpt_formats.universal.gradients.parts import StatePart
 from ckpt_formats.universal.published.records import RecordRef, StepName
 

@@ -13,8 +13,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import Blob, FlatRangeBlob
 from ckpt_formats.core.text import printable
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.chain import chain_file, states
 from ckpt_recorder.holders import RankPart
 from ckpt_recorder.proof import is_equal
 from ckpt_training import ranks
@@ -40,9 +39,9 @@ def differing_base(run: TrackedRun, share: RankPart, chain: Path, step: int) -> 
 
 
 def _difference(run: TrackedRun, share: RankPart, chain: Path, step: int) -> str | None:
-    if not (chain / index.NAME).is_file():
+    if not (chain / chain_file.NAME).is_file():
         return None
-    content = index.load(chain / index.NAME)
+    content = chain_file.load(chain / chain_file.NAME)
     if all(member.step != step for member in content.members):
         return None
     base = states.open_state(chain, content, step)

@@ -15,9 +15,9 @@ from ckpt_codecs.optimizers import WEIGHTS
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import Reader
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain import folder as chain_folder
-from ckpt_formats.universal.chain.file import LoggedSteps, Member
+from ckpt_formats.universal.chain.chain_file import LoggedSteps, Member
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_formats.universal.chain.states import nearest_base, open_steps
 from ckpt_formats.universal.gradients.record import Kind
@@ -83,7 +83,7 @@ def fold(
     parts = open_pieces(pieces, layout, heads)
     if parts.step != step:
         raise CorruptError(f"these are the pieces of step {parts.step}", where=pieces)
-    chain = index.read(run)
+    chain = chain_file.read(run)
     member = nearest_base(chain, logged, step)
     base = None if member is None else Base(member.step, open_member(run, chain, member))
     expected = replay_to(logged_steps, step, base)
@@ -125,7 +125,7 @@ def _has_notes(segment: Segment, step: int) -> bool:
 
 
 def _logged(run: Path, segment: str) -> LoggedSteps:
-    logged = next((one for one in index.read(run).segments if one.folder == segment), None)
+    logged = next((one for one in chain_file.read(run).segments if one.folder == segment), None)
     if logged is None:
         raise NotFoundError("the chain has dropped the segment", where=run / segment)
     return logged

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_formats.core.errors import CkptError, CorruptError
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.members import member_at, open_member
 from ckpt_formats.universal.gradients.held import HeldState
 from ckpt_formats.universal.gradients.layout import load
@@ -168,7 +168,7 @@ def _base_of(folder: Path) -> Base | None:
     layout = load(folder / "layout.json")
     if layout.parent is None:
         return None
-    chain = index.read(folder.parent)
+    chain = chain_file.read(folder.parent)
     member = member_at(folder.parent, chain, layout.first)
     return Base(member.step, open_member(folder.parent, chain, member))
 

@@ -14,9 +14,8 @@ from ckpt.pipeline.resources import Execution
 from ckpt_formats.core.errors import CkptError, IncompleteError, LockedError, UnsupportedError
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import folder, states
-from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
+from ckpt_formats.universal.chain import chain_file, folder, states
+from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.layout import SegmentLayout
 from ckpt_formats.universal.gradients.segment import FOLDER
@@ -85,7 +84,7 @@ def abandon(run: Path, segment: NewSegment) -> None:
 
 def _is_recorders(name: str) -> bool:
     """Whether a recorder makes folders of this name."""
-    return any(pattern.fullmatch(name) for pattern in (index.SEGMENT_FOLDER, index.PIECES_FOLDER))
+    return any(pattern.fullmatch(name) for pattern in (chain_file.SEGMENT_FOLDER, chain_file.PIECES_FOLDER))
 
 
 def _write_layout(path: Path, layout: SegmentLayout) -> int:
@@ -136,7 +135,7 @@ def _close_last_segment(run: Path, chain: ChainIndex, first: int, replaces: bool
 
 def _wait_for_others(run: Path) -> None:
     """Wait for the writers of a killed run to end. Raises `LockedError` if they do not, because that run continues."""
-    chain = index.load(run / index.NAME) if (run / index.NAME).is_file() else ChainIndex(())
+    chain = chain_file.load(run / chain_file.NAME) if (run / chain_file.NAME).is_file() else ChainIndex(())
     deadline = time.monotonic() + _DRAIN_SECONDS
     for segment in chain.segments[-1:]:
         while folder.is_growing(run / segment.folder):

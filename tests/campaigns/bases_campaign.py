@@ -18,7 +18,7 @@ from typing import Any
 from torch import distributed
 
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_recorder import Bases, Recorder
 from engines import ranks
@@ -66,7 +66,7 @@ def train(kind: Kind, mode: str, out: Path) -> None:
 
 def compare(chain: Path, out: Path, report: dict[str, Any]) -> None:
     """Compare the bases that are new, and remove the checkpoints up to them."""
-    listed = index.read(chain)
+    listed = chain_file.read(chain)
     for member in listed.members[report["bases"] :]:
         base = open_member(chain, listed, member)
         saved = out / f"saved-{member.step}"

@@ -24,8 +24,7 @@ import torch
 from torch import distributed, nn
 
 from ckpt_formats.core.tensor import read
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import folder, states
+from ckpt_formats.universal.chain import chain_file, folder, states
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_recorder import Bases, Recorder
 from recording_kills import SECONDS, Progress, _arrays, _lives, _restored, await_ended, forked, hash_of, waited
@@ -109,7 +108,7 @@ def one_round(root: Path, truth: list[str], base: str, victims: str, rng: random
         await_ended([*progress.writers(), *bases()], run)
         if "trainer" not in victims and victims != "everything":
             assert codes == [0, 0], f"training ended with {codes}"
-        listed = index.read(run)
+        listed = chain_file.read(run)
         last = states.last_step(run, listed)
         if victims in ("trainers", "one trainer"):
             assert last >= min(progress.done()) >= sent, f"{last} is restorable; done were {progress.done()}"
@@ -120,7 +119,9 @@ def one_round(root: Path, truth: list[str], base: str, victims: str, rng: random
         assert hash_of(_restored(states.open_state(run, listed, last))) == truth[last - 1], last
         again = forked(lambda: begin_again(run, last), work / "said")
         assert waited([again]) == [0]
-        left = [one.name for one in folder.leftovers(run, index.read(run)) if one.name.startswith(("pieces", "grad"))]
+        left = [
+            one.name for one in folder.leftovers(run, chain_file.read(run)) if one.name.startswith(("pieces", "grad"))
+        ]
         assert not left, left
     except BaseException as error:
         raise AssertionError(
@@ -135,7 +136,7 @@ def begin_again(run: Path, step: int) -> None:
     torch.set_num_threads(1)
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    restored = states.open_state(run, index.read(run), step)
+    restored = states.open_state(run, chain_file.read(run), step)
     for name, parameter in net.named_parameters():
         values = {key: torch.from_numpy(read(one)) for key, one in restored.parameters[name].states.items()}
         parameter.data.copy_(values.pop("model"))

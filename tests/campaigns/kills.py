@@ -12,7 +12,7 @@ from ckpt.chains.compact import Retention, compact
 from ckpt.chains.verify import verify_chain
 from ckpt.chains.write import DeltaPolicy
 from ckpt.pipeline import Execution
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 
 
 class Work(ABC):
@@ -93,22 +93,22 @@ def is_changed(run: Path, before: list[int], after: list[int]) -> bool:
     """
     findings = [one for one in verify_chain(run, Execution()).findings if one.kind != "copy"]
     assert not findings, findings
-    steps = [member.step for member in index.read(run).members]
+    steps = [member.step for member in chain_file.read(run).members]
     assert steps in (before, after), steps
     return steps == after
 
 
 def sweep_chain(run: Path) -> None:
     """Run a command that changes nothing in a chain, and so only removes what is left beside it."""
-    chain = index.read(run)
+    chain = chain_file.read(run)
     assert compact(run, Retention(), DeltaPolicy(), Execution()).after == chain
 
 
 def without_times(files: dict[str, bytes]) -> dict[str, object]:
     """Parse the lists of chains among files, and empty the times in them."""
-    return {name: _untimed(name, data) if Path(name).name == index.NAME else data for name, data in files.items()}
+    return {name: _untimed(name, data) if Path(name).name == chain_file.NAME else data for name, data in files.items()}
 
 
-def _untimed(name: str, data: bytes) -> index.ChainIndex:
-    chain = index.parse(data, Path(name))
+def _untimed(name: str, data: bytes) -> chain_file.ChainIndex:
+    chain = chain_file.parse(data, Path(name))
     return replace(chain, members=tuple(replace(member, time="") for member in chain.members))

@@ -40,8 +40,7 @@ import torch
 from torch import nn
 
 import recording_loops
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.chain import chain_file, states
 from ckpt_recorder import watch
 from training_loops.run import Loop, Run, loss_of, mlp, norm_net
 
@@ -329,7 +328,7 @@ def outcome_of(one: Draw, folder: Path, restores: int = 1) -> tuple[str, str]:
 
 def _is_gone(one: Draw, run: Run) -> bool:
     """Are all steps from the next hash on those of the run?"""
-    chain = index.read(run.chain)
+    chain = chain_file.read(run.chain)
     steps = [step for step in run.truths if step < one.at or step >= _next_hash(one.at)]
     return not any(
         any(

@@ -33,8 +33,7 @@ from torch import distributed, nn
 
 from ckpt_formats.core.errors import CkptError, NotFoundError
 from ckpt_formats.core.tensor import read
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import folder, states
+from ckpt_formats.universal.chain import chain_file, folder, states
 from ckpt_formats.universal.gradients.record import HEAD
 from ckpt_formats.universal.gradients.segment import Segment, rank_file
 from ckpt_recorder import Recorder
@@ -326,7 +325,7 @@ class Campaign:
 
     def _damage(self, plan: Plan, run: Path, rng: random.Random) -> int:
         """Cut each file of the last segment in its last part, or put zeros there; the step that must be left."""
-        chain = index.load(run / index.NAME)
+        chain = chain_file.load(run / chain_file.NAME)
         segment = states.open_steps(run, chain.segments[-1])
         left = []
         for rank, log in enumerate(segment.logs):
@@ -350,7 +349,7 @@ class Campaign:
         if last is None:
             return 0
         for step in dict.fromkeys((last, rng.randint(0, last))):
-            chain = index.load(run / index.NAME)
+            chain = chain_file.load(run / chain_file.NAME)
             try:
                 checkpoint = states.open_state(run, chain, step)
             except NotFoundError:  # between two segments, where no writer was there
@@ -401,7 +400,7 @@ def _restored(checkpoint: Any) -> Iterator[tuple[str, Any]]:
 
 def last_of(run: Path) -> int | None:
     """The last step that can be restored; None if there is no chain."""
-    return states.last_step(run, index.load(run / index.NAME)) if (run / index.NAME).is_file() else None
+    return states.last_step(run, chain_file.load(run / chain_file.NAME)) if (run / chain_file.NAME).is_file() else None
 
 
 def children(ranks: list[int]) -> list[int]:

@@ -49,8 +49,7 @@ from ckpt_formats.core.dtypes import DTYPES  # noqa: E402
 from ckpt_formats.core.errors import CkptError, InvalidArgumentError, UnsupportedError  # noqa: E402
 from ckpt_formats.core.tensor import read  # noqa: E402
 from ckpt_formats.core.values import Global, TensorName  # noqa: E402
-from ckpt_formats.universal.chain import file as index  # noqa: E402
-from ckpt_formats.universal.chain import states  # noqa: E402
+from ckpt_formats.universal.chain import chain_file, states  # noqa: E402
 from ckpt_training import load  # noqa: E402
 from training_loops import (  # noqa: E402
     buffers,
@@ -143,13 +142,13 @@ def _last_frames(error: BaseException) -> str:
 def _compare_all(run: Run, restores: int) -> tuple[str, str]:
     """The kind of the outcome, and its reason."""
     chain = run.chain
-    if not (chain / index.NAME).exists():
+    if not (chain / chain_file.NAME).exists():
         return ("said" if run.warnings else "lost"), "; ".join(run.warnings) or "there is no chain"
     steps = sorted(run.truths)
     lost, marked, resumed = [], [], []
     for step in steps:
         try:
-            state = states.open_state(chain, index.read(chain), step)
+            state = states.open_state(chain, chain_file.read(chain), step)
             later = run.truths.get(step + 1) if run.sets_rates_first else None
             differing = list(differences(state, run.truths[step], later))
             if differing and step in run.others:

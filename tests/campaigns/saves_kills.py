@@ -35,7 +35,7 @@ from ckpt.chains.verify import verify_chain
 from ckpt.pipeline import Execution
 from ckpt_formats.stores.location import source_path
 from ckpt_formats.universal import manifest
-from ckpt_formats.universal.chain import file as chain_file
+from ckpt_formats.universal.chain import chain_file
 from ckpt_training import CkptReader, CkptWriter, Saver, load
 from object_stores import BUCKET, moto, reached
 from recording_kills import SECONDS, Progress, _arrays, _lives, _restored, forked, hash_of, waited

@@ -36,9 +36,8 @@ from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
 from ckpt.shadow.wire import PeerGone
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file, states
 from ckpt_formats.universal.chain import folder as chain_folder
-from ckpt_formats.universal.chain import states
 from gradient_logs import restored
 from growing_log import State, bits, grow, log_with_fingerprints
 from http_peers import HTTP_HOSTILE, SEGMENT, http_noise, http_peer
@@ -85,7 +84,7 @@ def _kill(
         time.sleep(max(0.0, end - time.monotonic()))
         child.kill()
         events = [json.loads(line) for line in child.stdout if line.endswith("\n")]
-    index_now = index.load(run / index.NAME)
+    index_now = chain_file.load(run / chain_file.NAME)
     counts = {
         "kills": 1,
         "before a step": not any(event.get("steps") for event in events),
@@ -100,7 +99,7 @@ def _kill(
         server.close()
     _follow_to_the_end(Shadow(run, resources=Execution(workers=1), base_every=3), truth)
     _check_run(run, finished, truth)
-    assert not chain_folder.leftovers(run, index.load(run / index.NAME))
+    assert not chain_folder.leftovers(run, chain_file.load(run / chain_file.NAME))
     shutil.rmtree(run)
     return counts
 
@@ -114,7 +113,7 @@ def _follow_to_the_end(shadow: Shadow, truth: dict[int, State]) -> None:
 
 def _finish(run: Path, finished: Path) -> None:
     """The rest of the log appears."""
-    for logged in index.load(finished / index.NAME).segments:
+    for logged in chain_file.load(finished / chain_file.NAME).segments:
         for path in sorted((finished / logged.folder).glob("rank-*.ckg")):
             here = run / logged.folder / path.name
             content = path.read_bytes()
@@ -123,7 +122,7 @@ def _finish(run: Path, finished: Path) -> None:
 
 
 def _check_run(run: Path, finished: Path, truth: dict[int, State]) -> None:
-    chain = index.load(run / index.NAME)
+    chain = chain_file.load(run / chain_file.NAME)
     for logged in chain.segments:
         for path in (run / logged.folder).iterdir():
             written = (finished / logged.folder / path.name).read_bytes()

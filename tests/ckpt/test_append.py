@@ -26,7 +26,7 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.checked import StateDiffers
 from damage import ckpt
 from effort import TIMES
@@ -78,12 +78,12 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def last_member(run: Path) -> dict[str, bytes]:
-    return files(run / index.read(run).members[-1].folder)
+    return files(run / chain_file.read(run).members[-1].folder)
 
 
 def forget(run: Path) -> None:
     """The chain no longer states where its last member was appended from."""
-    (run / index.NAME).write_bytes(index.dump(replace(index.read(run), appended_from=None)))
+    (run / chain_file.NAME).write_bytes(chain_file.dump(replace(chain_file.read(run), appended_from=None)))
 
 
 @pytest.mark.parametrize("form", ["one file", "torch", "dcp"])
@@ -194,10 +194,10 @@ def test_the_tip_is_the_last_state_and_a_restore_reads_it_alone(
         append(run, state, None, policy, ONE)
         append(plain, state, None, replace(policy, tip=False), ONE)
         if codec != "auto":  # as if it had no tip
-            (plain / index.NAME).write_bytes(index.dump(replace(index.read(plain), tip=None)))
+            (plain / chain_file.NAME).write_bytes(chain_file.dump(replace(chain_file.read(plain), tip=None)))
         assert last_member(run) == last_member(plain)
         assert tips(run) == ([] if state.step == 1 else [f"tip-{state.step:010d}"])
-    chain = index.read(run)
+    chain = chain_file.read(run)
     assert chain.tip is not None
     assert chain.members[-1].exact == (codec == "auto")
     expected = open_step(plain, None, ReadOptions()).checkpoint
@@ -225,7 +225,7 @@ def test_a_tip_that_is_damaged_or_missing_is_replayed(tmp_path: Path) -> None:
         append(run, state, None, DeltaPolicy(tip=True), ONE)
     pack = run / tips(run)[0] / "packs/00000.safetensors"
     flip(pack, pack.stat().st_size // 2)
-    tip_state, _ = tip.opened(run, index.read(run))
+    tip_state, _ = tip.opened(run, chain_file.read(run))
     assert [finding.kind for finding in find_problems(tip_state[0], Execution(), lambda nbytes: None)] != []
     done = ckpt("restore", run, tmp_path / "out")
     assert done.code == 20
@@ -233,7 +233,7 @@ def test_a_tip_that_is_damaged_or_missing_is_replayed(tmp_path: Path) -> None:
     written = append(run, checkpoints[3], None, DeltaPolicy(tip=True), ONE)
     assert "read in another way" in str(written.notes[0])
     shutil.rmtree(run / tips(run)[0])
-    assert tip.opened(run, index.read(run))[1][0].kind == "unreadable"
+    assert tip.opened(run, chain_file.read(run))[1][0].kind == "unreadable"
     append(run, checkpoints[4], None, DeltaPolicy(tip=True), ONE)
     for state in checkpoints:
         assert contents(open_step(run, state.step, ReadOptions()).checkpoint) == contents(state)
@@ -248,7 +248,7 @@ def test_a_base_needs_no_tip_and_what_a_crash_left_of_one_is_removed(tmp_path: P
     (run / ".tip-0000000003.ckpt-partial").mkdir()
     append(run, checkpoints[2], None, DeltaPolicy(tip=True, base_every=2), ONE)
     assert tips(run) == []
-    assert index.read(run).tip is None
+    assert chain_file.read(run).tip is None
 
 
 def test_bases_are_placed_where_replaying_would_take_longer_than_writing(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_bases_are_placed_where_replaying_would_take_longer_than_writing(tmp_pat
     for state in states(most + 4, 100):
         append(run, state, None, DeltaPolicy(base_by_cost=True, check=False), ONE, None, before)
         before = state
-    kinds = [member.kind for member in index.read(run).members]
+    kinds = [member.kind for member in chain_file.read(run).members]
     assert kinds == ["base", *["delta"] * most, "base", *["delta"] * 2]
 
 
@@ -266,7 +266,7 @@ def test_base_every_takes_a_number_or_auto(tmp_path: Path) -> None:
     saved, run = saved_states(tmp_path, 2, elements=100), tmp_path / "chain"
     for path in saved:
         assert ckpt("append", run, path, "--base-every", "auto").code == 0
-    assert [member.kind for member in index.read(run).members] == ["base", "delta"]
+    assert [member.kind for member in chain_file.read(run).members] == ["base", "delta"]
     for wrong in ("0", "often"):
         assert ckpt("append", run, saved[1], "--base-every", wrong).code == 2
 
@@ -277,7 +277,7 @@ def test_compact_leaves_no_tip_of_another_state(retention: Retention, tmp_path: 
     for state in checkpoints:
         append(run, state, None, DeltaPolicy(tip=True), ONE)
     compact(run, retention, DeltaPolicy(), ONE)
-    chain = index.read(run)
+    chain = chain_file.read(run)
     assert tips(run) == ([] if chain.tip is None else [chain.tip.folder])
     last = checkpoints[chain.members[-1].step - 1]
     assert contents(open_step(run, None, ReadOptions()).checkpoint) == contents(last)
@@ -340,6 +340,6 @@ def test_the_length_of_the_chain_changes_nothing(
             state = open_checkpoint(last)
         append(run, state, None, DeltaPolicy(check=False), ONE, None, before)
         before = state
-    assert {member.kind for member in index.read(run).members[1:]} == {"delta"}
+    assert {member.kind for member in chain_file.read(run).members[1:]} == {"delta"}
     assert len(set(reads.values())) == 1
     assert next(iter(reads.values()))[0] <= 3

@@ -15,7 +15,7 @@ import pytest
 import ckpt
 from ckpt_formats.core.arguments import MAY_BE_INFINITE, Checked, annotations_of
 from ckpt_formats.core.geometry import Box
-from ckpt_formats.universal.chain.file import Member
+from ckpt_formats.universal.chain.chain_file import Member
 from damage import SAMPLES
 from held import checkpoint, parameter
 from public_names import PUBLIC

@@ -38,7 +38,7 @@ from ckpt_formats.registry import writable
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.members import member_at
 from damage import ckpt
 from effort import examples
@@ -100,7 +100,7 @@ def test_every_step_of_a_real_run_comes_back(optimizer: str, form: str, tmp_path
         assert done.code == 0, done.err
         assert json.loads(done.out)["exact"] is True
     assert ckpt("verify", run).code == 0
-    chain = index.read(run)
+    chain = chain_file.read(run)
     assert [member.kind for member in chain.members] == ["base", "delta", "delta", "delta"]
     assert all(member.stored_nbytes < chain.members[0].stored_nbytes for member in chain.members[1:])
     for step, path in enumerate(saved, 1):
@@ -116,14 +116,14 @@ def test_a_chain_is_a_checkpoint_to_every_command(tmp_path: Path) -> None:
     for path in saved:
         ckpt("append", run, path)
     assert detect(run).name == "chain"
-    assert detect(run / index.read(run).members[1].folder).name == "universal"
+    assert detect(run / chain_file.read(run).members[1].folder).name == "universal"
     assert ckpt("diff", run, saved[1]).code == 0
     assert ckpt("diff", run, saved[0]).code == 1
     assert "delta" in ckpt("inspect", run).out
     assert ckpt("convert", run, tmp_path / "out.pt", "--to", "torch").code == 0
     assert contents(open_checkpoint(tmp_path / "out.pt")) == contents(open_checkpoint(saved[1]))
     assert ckpt("compress", run, tmp_path / "small").code == 0
-    assert content(tmp_path / "small") == index.read(run).members[1].content
+    assert content(tmp_path / "small") == chain_file.read(run).members[1].content
 
 
 def test_tensors_may_come_go_and_change(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_parameter_is_stored_alone_when_the_codec_gives_up(
     Refusing.encoded.clear()
     later = checkpoint(state.parameters.values(), state.groups, origin=Origin("held", None, 2))
     append(tmp_path / "run", later, None, DeltaPolicy(f"{Refusing.name}:holds={holds}"), Execution(1))
-    assert index.read(tmp_path / "run").members[1].kind == "base"
+    assert chain_file.read(tmp_path / "run").members[1].kind == "base"
     assert_same_state(open_checkpoint(tmp_path / "run"), later)
 
 
@@ -320,7 +320,7 @@ def test_exact_names_and_untrained_parameters_lose_nothing(coarse: str, tmp_path
 def test_each_nth_member_is_a_base(tmp_path: Path) -> None:
     run = tmp_path / "run"
     checkpoints = chain_of(run, drifting(7), base_every=3)
-    assert "".join(member.kind[0] for member in index.read(run).members) == "bddbddb"
+    assert "".join(member.kind[0] for member in chain_file.read(run).members) == "bddbddb"
     for step, state in enumerate(checkpoints, 1):
         assert_same_state(open_step(run, step, ReadOptions()).checkpoint, state)
 
@@ -365,7 +365,7 @@ def test_steps_only_grow(tmp_path: Path) -> None:
         assert words in done.err
         assert sorted(os.listdir(run)) == before
     assert ckpt("append", run, saved[0], "--step", "9").code == 0
-    assert [member.step for member in index.read(run).members] == [2, 9]
+    assert [member.step for member in chain_file.read(run).members] == [2, 9]
 
 
 def test_a_checkpoint_without_a_step_needs_one(tmp_path: Path) -> None:
@@ -420,9 +420,9 @@ def test_append_names_and_removes_leftovers_of_a_crash(tmp_path: Path) -> None:
     saved = save_run(tmp_path, 3)
     run = tmp_path / "run"
     ckpt("append", run, saved[0])
-    before = (run / index.NAME).read_bytes()
+    before = (run / chain_file.NAME).read_bytes()
     ckpt("append", run, saved[1])
-    (run / index.NAME).write_bytes(before)  # as if the machine had stopped just before
+    (run / chain_file.NAME).write_bytes(before)  # as if the machine had stopped just before
     (run / ".step-0000000009.ckpt-partial").mkdir()
     (run / "mine").write_text("a file of the user's")
     assert contents(open_checkpoint(run)) == contents(open_checkpoint(saved[0]))
@@ -567,8 +567,8 @@ def test_the_default_codec_loses_nothing() -> None:
 
 def test_member_at_names_the_steps_that_are_nearest() -> None:
     steps = (1, 2, 3, 4, 50, 51, 60, 90, 91)
-    of = [index.Member(f"{step}", "base", step, "", None, (), 1, 1, "") for step in steps]
-    run = index.ChainIndex(tuple(of))
+    of = [chain_file.Member(f"{step}", "base", step, "", None, (), 1, 1, "") for step in steps]
+    run = chain_file.ChainIndex(tuple(of))
     assert member_at(Path("run"), run, 60) is of[6]
     assert member_at(Path("run"), run, None) is of[-1]
     with pytest.raises(NotFoundError) as refused:

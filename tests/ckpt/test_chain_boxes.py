@@ -13,7 +13,7 @@ from ckpt.chains.write import DeltaPolicy
 from ckpt.pipeline import Execution
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal.chain import file
+from ckpt_formats.universal.chain import chain_file
 from damage import ckpt
 from held import contents
 
@@ -29,14 +29,14 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in (2, 3, 4):
         run.save(step, delta=True)
     append(run.run, checkpoint_at(5), 5, DeltaPolicy(), EFFORT)
-    others = BoxedRun(run.run, folder, RANKS[::-1], list(file.read(run.run).members))
+    others = BoxedRun(run.run, folder, RANKS[::-1], list(chain_file.read(run.run).members))
     others.save(6, codec="auto")
     others.save(7, delta=True)
     return run.run
 
 
 def kinds(run: Path) -> list[tuple[int, str]]:
-    return [(member.step, member.kind) for member in file.read(run).members]
+    return [(member.step, member.kind) for member in chain_file.read(run).members]
 
 
 def assert_states(run: Path) -> None:

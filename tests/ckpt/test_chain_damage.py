@@ -18,7 +18,7 @@ from ckpt_formats.containers import sealed_json
 from ckpt_formats.core.checkpoint import Origin
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.index import CODED, TYPES, Index
 from ckpt_formats.universal.tables import Tables
 from damage import ckpt
@@ -202,7 +202,7 @@ def test_flipped_bytes_of_a_delta_are_found(name: str, step: int, whole: Path, t
 @pytest.mark.parametrize("byte", [0, 30, 60, 200, 900])
 def test_a_damaged_list_is_refused_and_the_members_can_still_be_read(byte: int, whole: Path, tmp_path: Path) -> None:
     run = shutil.copytree(whole / "run", tmp_path / "run")
-    flip(run / index.NAME, byte)
+    flip(run / chain_file.NAME, byte)
     for arguments in (
         ("log", run),
         ("restore", run, tmp_path / "out"),
@@ -508,7 +508,7 @@ HOSTILE_LISTS: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("name", HOSTILE_LISTS)
 def test_a_hostile_list_is_refused(name: str, whole: Path, tmp_path: Path) -> None:
     run = shutil.copytree(whole / "run", tmp_path / "run")
-    edited(run / index.NAME, HOSTILE_LISTS[name])
+    edited(run / chain_file.NAME, HOSTILE_LISTS[name])
     done = ckpt("restore", run, tmp_path / "out")
     assert done.code in (20, 22), done.err
     assert "Traceback" not in done.err

@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from damage import ckpt
 from engines import launch
 from held import contents
@@ -50,8 +50,8 @@ def test_a_run_that_changed_its_stage_and_degree(tmp_path: Path) -> None:
     for path in (first, *later):
         done = ckpt("append", run, path)
         assert done.code == 0, done.err
-    assert [member.kind for member in index.read(run).members] == ["base", "delta", "delta"]
-    for path, member in zip((first, *later), index.read(run).members, strict=True):
+    assert [member.kind for member in chain_file.read(run).members] == ["base", "delta", "delta"]
+    for path, member in zip((first, *later), chain_file.read(run).members, strict=True):
         out = tmp_path / f"dcp{member.step}"
         done = ckpt("restore", run, out, "--step", member.step, "--to", "dcp")
         assert done.code == 0, done.err
@@ -60,4 +60,4 @@ def test_a_run_that_changed_its_stage_and_degree(tmp_path: Path) -> None:
     back = tmp_path / "back"
     assert ckpt("restore", run, back, "--to", "deepspeed", "--zero", 2, "--dp", 1).code == 0
     (again,) = resumed(tmp_path, back, (back / "latest").read_text(), tmp_path / "again", 1, stage=2, dp=1)
-    assert open_checkpoint(again).origin.step == index.read(run).members[-1].step + 1
+    assert open_checkpoint(again).origin.step == chain_file.read(run).members[-1].step + 1

@@ -15,7 +15,7 @@ import pytest
 
 from ckpt.job import replay_first
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from damage import ckpt
 from held import contents
 from killing import interrupted, killed, points, spread
@@ -62,7 +62,7 @@ def fill(disk: Path, room: int) -> None:
 
 def snapshot(run: Path) -> dict[str, bytes]:
     """All that is named by the chain, and the chain's list."""
-    kept = {"chain.json", *(member.folder for member in index.read(run).members)}
+    kept = {"chain.json", *(member.folder for member in chain_file.read(run).members)}
     files = (path for path in run.rglob("*") if path.is_file() and path.relative_to(run).parts[0] in kept)
     return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
@@ -89,7 +89,7 @@ def test_chain_stays_as_it_was_on_a_full_disk(command: str, whole: Path, disk: P
     done = ckpt(*arguments)
     assert done.code == 0, done.err
     assert is_state(run, whole / ("step4" if command == "diff" else "step3"))
-    members = [member.folder for member in index.read(run).members]
+    members = [member.folder for member in chain_file.read(run).members]
     assert sorted(os.listdir(run)) == ["chain.json", "chain.lock", *members]
 
 
@@ -105,7 +105,7 @@ def test_a_chain_that_cannot_even_begin_leaves_nothing_that_looks_like_one(whole
 
 @pytest.mark.parametrize("form", ["dcp", "torch"])
 def test_room_for_the_replay_is_looked_for_before_anything_is_written(form: str, whole: Path, disk: Path) -> None:
-    raw = index.read(whole / "run").members[-1].raw_nbytes
+    raw = chain_file.read(whole / "run").members[-1].raw_nbytes
     fill(disk, raw + ROOM)  # for the target, and not for what is replayed beside it
     done = ckpt("restore", whole / "run", disk / "out", "--to", form)
     assert done.code == FULL, done.err
@@ -119,7 +119,7 @@ def test_room_for_the_replay_is_looked_for_before_anything_is_written(form: str,
 
 
 def test_a_disk_that_fills_up_while_it_is_replayed(whole: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = index.read(whole / "run").members[-1].raw_nbytes
+    raw = chain_file.read(whole / "run").members[-1].raw_nbytes
     fill(disk, raw + ROOM)
     monkeypatch.setattr(replay_first, "_check_space", lambda *given: None)  # as if another took it meanwhile
     arguments = ("restore", whole / "run", disk / "out", "--to", "dcp")
@@ -200,7 +200,7 @@ def test_two_that_append_at_once(whole: Path, tmp_path: Path) -> None:
         codes.append([one.returncode for one in both])
         assert 0 in codes[-1], errors
         assert set(codes[-1]) <= {0, LOCKED, UNSUPPORTED}, errors
-        steps = [member.step for member in index.read(run).members]
+        steps = [member.step for member in chain_file.read(run).members]
         assert steps[:3] == [1, 2, 3]
         assert len(steps) == 3 + codes[-1].count(0)
         assert all(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from damage import ckpt
 from held import contents
 from killing import killed, points, spread
@@ -42,7 +42,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps(run: Path) -> list[int]:
-    return [member.step for member in index.read(run).members]
+    return [member.step for member in chain_file.read(run).members]
 
 
 def assert_whole(run: Path, whole: Path) -> None:
@@ -75,7 +75,7 @@ class Killed:
         listed = steps(self.run)
         assert listed in (self.before, self.after)
         self.old += listed == self.before
-        self.left += len(list(self.run.iterdir())) > 2 + len(listed) + (index.read(self.run).tip is not None)
+        self.left += len(list(self.run.iterdir())) > 2 + len(listed) + (chain_file.read(self.run).tip is not None)
         if thorough or listed == self.after:
             assert_whole(self.run, self.whole)
         if listed == self.before:
@@ -85,8 +85,8 @@ class Killed:
             if thorough:
                 assert_whole(self.run, self.whole)
         assert steps(self.run) == self.after
-        names = {"chain.json", "chain.lock", *(member.folder for member in index.read(self.run).members)}
-        tip = index.read(self.run).tip
+        names = {"chain.json", "chain.lock", *(member.folder for member in chain_file.read(self.run).members)}
+        tip = chain_file.read(self.run).tip
         names |= set() if tip is None else {tip.folder}
         assert self.appends is False or (tip is not None) == self.adds_tip
         if self.appends or listed == self.before:

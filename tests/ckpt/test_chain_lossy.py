@@ -30,7 +30,7 @@ from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.error_figures import figures
 from damage import UNSUPPORTED, Ran, ckpt
 from held import bits, checkpoint, contents, named, parameter, plain
@@ -71,7 +71,7 @@ def at(run: Path, step: int) -> Checkpoint:
 
 def loss(run: Path, state: str = WEIGHTS) -> dict[str, float]:
     """What the chain says of its last member."""
-    return dict(index.read(run).members[-1].errors[state])  # type: ignore[arg-type]
+    return dict(chain_file.read(run).members[-1].errors[state])  # type: ignore[arg-type]
 
 
 def norm(values: Array) -> float:
@@ -183,7 +183,7 @@ def test_a_promise_that_is_not_kept_is_found_while_writing(
     monkeypatch.setattr(Careless, "_encode_weights", Subspace(step_size=8.0)._encode_weights)
     done = ckpt("append", run, saved[1], "--codec", f"{Careless.name}:max_abs_err=1e-9")
     assert done.code not in (0, 2)
-    assert [member.step for member in index.read(run).members] == [1]
+    assert [member.step for member in chain_file.read(run).members] == [1]
 
 
 # --- what stays exact
@@ -275,7 +275,7 @@ def test_a_codec_is_shown_one_chunk_of_each_parameter_before_any_is_coded(
             assert all(read(whole.states[s]).tobytes().find(held.tobytes()) >= 0 for s, held in named(states).items())
     assert len(set(Surveying.fitted)) == 1
     assert Surveying.fitted[0] is not None
-    entries = manifest.load(run / index.read(run).members[1].folder / manifest.NAME).entries
+    entries = manifest.load(run / chain_file.read(run).members[1].folder / manifest.NAME).entries
     codecs = [entry.delta.codec for entry in entries if entry.delta and entry.delta.codec["name"] == Surveying.name]
     assert {codec["rms"] for codec in codecs} == set(Surveying.fitted)
     assert len(codecs) == len(trained)
@@ -326,7 +326,7 @@ def test_loss_is_never_silent_and_never_without_being_asked_for(saved: list[Path
             assert last.code == 0, last.err
             assert ("approximate" in dry[-1]) == ("approximate" in last.out)
         assert "approximate" not in dry[0]
-        member = run / index.read(run).members[1].folder
+        member = run / chain_file.read(run).members[1].folder
         outputs = {"diff": last.out, "diff --dry-run": dry[1]}
         for name, command in {
             "log": ("log", run),
@@ -353,7 +353,7 @@ def test_loss_is_never_silent_and_never_without_being_asked_for(saved: list[Path
 def test_presets(preset: str, saved: list[Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
     appended(run, saved[:2], "--preset", preset)
-    members = index.read(run).members
+    members = chain_file.read(run).members
     alone = preset == "standalone"
     assert [member.kind for member in members] == ["base", "base" if alone else "delta"]
     assert [member.exact for member in members] == [not alone, False]

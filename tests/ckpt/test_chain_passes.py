@@ -19,8 +19,7 @@ from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.files import Reader
 from ckpt_formats.universal import manifest
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import folder
+from ckpt_formats.universal.chain import chain_file, folder
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_formats.universal.entry import ParameterEntry
 from ckpt_formats.universal.manifest import Manifest
@@ -98,7 +97,7 @@ def test_verify_counts_all_bytes_that_it_announced(tmp_path: Path) -> None:
 def test_a_copy_before_damage_is_compared_and_a_state_after_it_is_not(tmp_path: Path) -> None:
     """The damaged chunk is the last one of step 3: whole are the copies of steps 1 and 2, which differ."""
     run = chain_of(tmp_path / "run", 4, rounded=False)
-    folder = run / index.read(run).members[2].folder
+    folder = run / chain_file.read(run).members[2].folder
     entry = manifest.load(folder / manifest.NAME).entries[0]
     flip(folder / manifest.pack_file(0), entry.delta.extent.offset + int(entry.delta.chunks.starts[1]) + 9)
     report = verify_chain(run, Execution(2))
@@ -114,7 +113,9 @@ def test_compact_decodes_each_delta_once_and_leaves_no_values_behind(
 ) -> None:
     """Counted are the deltas that were there; those that are written are decoded to check them, by their codec."""
     run = chain_of(tmp_path / "run", 7, rounded=False)
-    steps = {member.step: contents(open_member(run, index.read(run), member)) for member in index.read(run).members}
+    steps = {
+        member.step: contents(open_member(run, chain_file.read(run), member)) for member in chain_file.read(run).members
+    }
     counted = Counted(monkeypatch)
     result = compact(run, Retention((keep,)), DeltaPolicy(), Execution(2))
     assert set(counted.chunks.values()) == {1}

@@ -24,8 +24,8 @@ from ckpt_formats.core.place import Version
 from ckpt_formats.stores.http_client import Credentials
 from ckpt_formats.stores.http_place import HttpPlace
 from ckpt_formats.stores.location import read_place, source_path
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex
 from damage import ckpt
 from growing_log import log_with_fingerprints
 from http_peers import HTTP_HOSTILE, SEGMENT
@@ -61,7 +61,7 @@ def published(tmp_path: Path) -> Path:
     chain = tmp_path / "policy.chain"
     for name in ("objects", "steps", "folds"):
         (chain / "published" / name).mkdir(parents=True)
-    (chain / index.NAME).write_bytes(index.dump(ChainIndex((), is_published=True)))
+    (chain / chain_file.NAME).write_bytes(chain_file.dump(ChainIndex((), is_published=True)))
     (chain / "published" / "head.json").write_bytes(b"{}")
     (chain / "published" / "objects" / "0123").write_bytes(bytes(1000))
     (chain / "published" / "objects" / ".0124-x.draft").write_bytes(b"not yet")
@@ -157,7 +157,7 @@ def test_version_is_served_for_ever_or_not_at_all(run: Path) -> None:
         assert (status, headers["cache-control"]) == (412, "no-store")
         log = f"/run.chain/{SEGMENT}/rank-00000.ckg"
         ended = get(server, log)[1]["cache-control"]
-        assert ended == ("no-store" if index.load(run / "chain.json").segments[0].step is None else "no-cache")
+        assert ended == ("no-store" if chain_file.load(run / "chain.json").segments[0].step is None else "no-cache")
 
 
 def test_answers_wait_for_a_change(published: Path) -> None:

@@ -25,8 +25,7 @@ from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal, manifest, unchanged
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import folder
+from ckpt_formats.universal.chain import chain_file, folder
 from damage import ckpt
 from forged import Change, Forged, forge, number, put, signed
 from held import checkpoint, contents, flip, parameter
@@ -64,7 +63,7 @@ def chain_of(run: Path, steps: int, policy: DeltaPolicy = BASES, thaw: int | Non
 
 
 def member(run: Path, step: int) -> Path:
-    return run / next(one.folder for one in index.read(run).members if one.step == step)
+    return run / next(one.folder for one in chain_file.read(run).members if one.step == step)
 
 
 def size(path: Path) -> int:
@@ -90,7 +89,7 @@ def test_a_base_of_which_most_did_not_change_has_only_what_did(tmp_path: Path) -
         stated = manifest.load(base / "manifest.json")
         assert size(base) < trained + 16_384  # the first has nine more matrices
         assert {pack.owner.folder for pack in stated.packs if pack.owner is not None} == {first.name}
-    shared = [one.shared_nbytes for one in index.read(tmp_path / "run").members]
+    shared = [one.shared_nbytes for one in chain_file.read(tmp_path / "run").members]
     assert shared[0] == 0
     assert min(shared[1:]) > FROZEN * 60_000
     assert_states(tmp_path / "run", states)
@@ -98,7 +97,7 @@ def test_a_base_of_which_most_did_not_change_has_only_what_did(tmp_path: Path) -
 
 def test_a_row_names_the_pack_where_the_bytes_are_not_the_member_before(tmp_path: Path) -> None:
     states = chain_of(tmp_path / "run", 5, thaw=4)
-    members = index.read(tmp_path / "run").members
+    members = chain_file.read(tmp_path / "run").members
     assert [[one.folder for one in reader.shared] for reader in members] == [[], *[[members[0].folder]] * 4]
     assert [one.kind for one in members] == ["base"] * 5
     assert members[3].shared_nbytes < members[2].shared_nbytes  # one matrix changed
@@ -107,7 +106,7 @@ def test_a_row_names_the_pack_where_the_bytes_are_not_the_member_before(tmp_path
 
 def test_parameters_that_did_not_change_are_in_no_delta(tmp_path: Path) -> None:
     states = chain_of(tmp_path / "run", 4, DeltaPolicy(), thaw=3)
-    members = index.read(tmp_path / "run").members
+    members = chain_file.read(tmp_path / "run").members
     assert [one.kind for one in members] == ["base", "delta", "delta", "delta"]
     for one in members[1:]:
         entries = manifest.load(tmp_path / "run" / one.folder / "manifest.json").entries
@@ -165,7 +164,7 @@ def test_small_states_alone_are_stored_again(tmp_path: Path) -> None:
     for state in run_of(2):
         small = [state.parameters["bias"], state.parameters["w"]]
         append(tmp_path / "run", checkpoint(small, state.groups, origin=state.origin), None, BASES, TWO)
-    assert not index.read(tmp_path / "run").members[1].shared
+    assert not chain_file.read(tmp_path / "run").members[1].shared
 
 
 def test_a_chain_without_equal_states_names_no_packs(tmp_path: Path) -> None:
@@ -266,12 +265,12 @@ def test_compact_keeps_the_packs_that_are_named(tmp_path: Path, keep: str) -> No
     states = chain_of(run, 4)
     before = size(run)
     result = compact(run, Retention((keep,)), DeltaPolicy(), TWO)
-    left = {one.step for one in index.read(run).members}
+    left = {one.step for one in chain_file.read(run).members}
     assert_states(run, [state for state in states if state.step in left])
     assert os.listdir(run / "step-0000000001") == ["packs"]
     assert before - size(run) == pytest.approx(result.freed, abs=4096)  # chain.json
     assert result.packs_nbytes == (0, size(run / "step-0000000001"))
-    assert folder.leftovers(run, index.read(run)) == []
+    assert folder.leftovers(run, chain_file.read(run)) == []
     # Later appends and another compact leave the packs alone, until nobody needs them.
     later = next(iter(list(run_of(5))[4:]))
     assert not append(run, later, None, BASES, TWO).notes
@@ -292,7 +291,7 @@ def test_a_delta_that_becomes_a_base_names_the_packs_that_it_named(tmp_path: Pat
     run = tmp_path / "run"
     states = chain_of(run, 4, DeltaPolicy())
     compact(run, Retention(("3,4",)), DeltaPolicy(), TWO)
-    members = index.read(run).members
+    members = chain_file.read(run).members
     assert [(one.kind, one.folder, len(one.shared)) for one in members] == [
         ("base", "step-0000000003.1", 1),
         ("delta", "step-0000000004", 1),
@@ -338,7 +337,7 @@ def test_killed_between_steps_a_chain_is_whole(tmp_path: Path, when: str) -> Non
         KILLED[when](patch)
         with pytest.raises(Stop):
             compact(run, Retention(("last:1",)), DeltaPolicy(), TWO)
-    left = {one.step for one in index.read(run).members}
+    left = {one.step for one in chain_file.read(run).members}
     assert left == ({1, 2, 3} if when == "before the list" else {3})
     assert_states(run, [state for state in states if state.step in left])
     compact(run, Retention(("last:1",)), DeltaPolicy(), TWO)
@@ -474,4 +473,4 @@ def test_a_hostile_list_is_refused(forgeable: Path, tmp_path: Path, shared: obje
     fields["members"][1]["shared"] = shared
     (tmp_path / "chain.json").write_bytes(signed(fields))
     with pytest.raises(CorruptError):
-        index.load(tmp_path / "chain.json")
+        chain_file.load(tmp_path / "chain.json")

@@ -25,7 +25,7 @@ from ckpt_formats.core.errors import (
 from ckpt_formats.stores import bucket as buckets
 from ckpt_formats.stores import object_store
 from ckpt_formats.stores.bucket import Bucket
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from damage import SAMPLES, ckpt
 from held import states
 from object_stores import BUCKET, StoreServer, faulty, reached, seaweedfs, unconditional
@@ -82,7 +82,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def assert_equal(there: dict[str, bytes], here: dict[str, bytes]) -> None:
     """The same files, and the same list but for times and where the last state was appended from."""
-    lists = [index.parse(one.pop(index.NAME), Path(index.NAME)) for one in (there, here)]
+    lists = [chain_file.parse(one.pop(chain_file.NAME), Path(chain_file.NAME)) for one in (there, here)]
     assert there == here
     timeless = [[replace(member, time="") for member in one.members] for one in lists]
     assert timeless[0] == timeless[1]
@@ -204,7 +204,7 @@ def test_a_list_that_another_has_replaced_is_not_overwritten(
     """As by a process that was taken for dead, and was not."""
     run, done = appended(saved, 2), list[int]()
     first, last = run.index.members
-    other = index.dump(replace(run.index, members=(first, replace(last, time="2026-01-01T00:00:00Z"))))
+    other = chain_file.dump(replace(run.index, members=(first, replace(last, time="2026-01-01T00:00:00Z"))))
 
     def replace_list(point: life.Point) -> None:
         if point == "renamed" and not done:
@@ -226,7 +226,7 @@ def test_a_list_that_is_replaced_while_the_chain_is_opened_is_read_again(
     user: StoreServer, saved: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, listed, done = appended(saved, 3), object_store.listed, list[int]()
-    shorter = index.dump(replace(run.index, members=run.index.members[:2]))
+    shorter = chain_file.dump(replace(run.index, members=run.index.members[:2]))
 
     def then_replaced(*given: Any) -> Any:
         result = listed(*given)

@@ -22,7 +22,7 @@ from ckpt_formats.core.errors import CkptError, CorruptError, InvalidArgumentErr
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.joined import joined, part_name, parts_of
 from ckpt_formats.stores.location import source_path
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.states import open_steps
 from damage import SAMPLES, ckpt
 from object_stores import BUCKET, StoreServer
@@ -35,7 +35,7 @@ THERE = f"s3://{BUCKET}/a/run.chain"
 def run(tmp_path: Path) -> Path:
     """A chain whose log has come to step 4, and to half of the record of step 5. `grow` adds the rest."""
     shutil.copytree(RECORDED, tmp_path / "run.chain")
-    segment = open_steps(tmp_path / "run.chain", index.read(RECORDED).segments[-1])
+    segment = open_steps(tmp_path / "run.chain", chain_file.read(RECORDED).segments[-1])
     for rank, log in enumerate(segment.logs):
         os.truncate(log.path, segment.nbytes_upto(rank, 4) + 100)
     return tmp_path / "run.chain"
@@ -136,7 +136,7 @@ def test_copy_removes_what_the_chain_dropped_and_uses_what_a_kill_left(
     user: StoreServer, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    def killed(change: follow.ChainChange, chain: index.ChainIndex) -> None:
+    def killed(change: follow.ChainChange, chain: chain_file.ChainIndex) -> None:
         raise OSError("killed")
 
     with monkeypatch.context() as patch:  # before the list was put
@@ -144,9 +144,9 @@ def test_copy_removes_what_the_chain_dropped_and_uses_what_a_kill_left(
         with pytest.raises(OutputError):
             library.update_copy(run, THERE)
     left = keys(user)
-    assert f"a/run.chain/{index.NAME}" not in left
+    assert f"a/run.chain/{chain_file.NAME}" not in left
     assert library.update_copy(run, THERE).objects == 0  # all was there, but for the list
-    assert sorted([*left, f"a/run.chain/{index.NAME}"]) == keys(user)
+    assert sorted([*left, f"a/run.chain/{chain_file.NAME}"]) == keys(user)
     library.Chain(run).compact(library.Retention(("all",), gradients=1))
     library.update_copy(run, THERE)
     names = {key.split("/")[2] for key in keys(user)}

@@ -12,7 +12,7 @@ from ckpt.pipeline.targets import clean
 from ckpt_formats.core.errors import CkptError, OutputError
 from ckpt_formats.stores import repetition
 from ckpt_formats.stores.location import target_path
-from ckpt_formats.universal.chain import file as chain_list
+from ckpt_formats.universal.chain import chain_file
 from damage import OUTPUT, ckpt
 from held import states
 from lies_of_writing import WRITING
@@ -206,8 +206,8 @@ def files_there(operation: Operation, store: LyingStore) -> dict[str, bytes]:
 def normal(files: Files) -> dict[str, object]:
     """The files, but of the list of a chain only what it names: it states times, and where a state came from."""
     return {
-        name: [(one.folder, one.content) for one in chain_list.parse(data, Path(name)).members]
-        if name == chain_list.NAME and data
+        name: [(one.folder, one.content) for one in chain_file.parse(data, Path(name)).members]
+        if name == chain_file.NAME and data
         else data
         for name, data in files.items()
     }

@@ -12,7 +12,7 @@ import pytest
 import ckpt
 from ckpt.chains.notebook import of_chain
 from ckpt_formats.core.notebook import table, text
-from ckpt_formats.universal.chain.file import ChainIndex, Member
+from ckpt_formats.universal.chain.chain_file import ChainIndex, Member
 from held import checkpoint, parameter
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "library.md"

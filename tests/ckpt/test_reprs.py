@@ -18,7 +18,7 @@ from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.core.value_changes import ChangedTensor
-from ckpt_formats.universal.chain.file import Member
+from ckpt_formats.universal.chain.chain_file import Member
 from held import checkpoint
 from public_names import PUBLIC
 

@@ -18,7 +18,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from damage import ckpt
 from dcp_states import loaded
 from held import checkpoint, contents, parameter
@@ -124,7 +124,7 @@ def test_log_names_states_that_are_not_complete(run: Path) -> None:
 
 
 def test_log_tells_the_worst_of_all_tensors(whole: Path) -> None:
-    member = index.read(whole / "run").members[-1]
+    member = chain_file.read(whole / "run").members[-1]
     losses = {"master": {"rel": 0.5, "max_abs": 1.0}, "exp_avg": {"rel": 0.25, "max_abs": 3.0}}
     for order in (losses, dict(reversed(losses.items()))):
         assert accuracy(replace(member, errors=order)) == "approximate: rel 0.5, max 3"
@@ -149,11 +149,11 @@ KEPT = {
 def test_compact_leaves_the_values_of_remaining_steps(
     options: tuple[str, ...], whole: Path, run: Path, tmp_path: Path
 ) -> None:
-    before = {member.step: member.content for member in index.read(run).members}
+    before = {member.step: member.content for member in chain_file.read(run).members}
     planned = json.loads(ckpt("compact", run, *options, "--dry-run", "--json").out)["steps"]
     done = ckpt("compact", run, *options, "--json")
     assert done.code == 0, done.err
-    chain = index.read(run)
+    chain = chain_file.read(run)
     steps = [member.step for member in chain.members]
     assert steps == json.loads(done.out)["steps"] == KEPT[options]
     assert [step["step"] for step in planned if step["becomes"] != "removed"] == steps
@@ -176,7 +176,7 @@ def test_a_chain_that_was_made_shorter_grows_on(whole: Path, run: Path) -> None:
         ckpt("compact", run, "--keep", "last:2")
     step = ckpt("append", run, whole / "step3", "--step", 7)
     assert step.code == 0, step.err
-    assert [member.step for member in index.read(run).members] == [4, 6, 7]
+    assert [member.step for member in chain_file.read(run).members] == [4, 6, 7]
     assert contents(open_checkpoint(run)) == contents(open_checkpoint(whole / "step3"))
 
 

@@ -22,7 +22,7 @@ from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.gradients.record import HEAD, Kind, scan
 from ckpt_formats.universal.gradients.segment import open_layout, rank_file
 from damage import SAMPLES, ckpt
@@ -80,7 +80,7 @@ def index_last(run: Path) -> int | None:
     """The last step that can be restored; None if the start is not there yet."""
     from ckpt_formats.universal.chain import states
 
-    chain = index.load(run / index.NAME)
+    chain = chain_file.load(run / chain_file.NAME)
     return max(states.last_step(run, chain), chain.segments[-1].first) if chain.members or chain.segments else None
 
 
@@ -145,7 +145,7 @@ def test_damage_in_the_log_ends_the_steps_before_it(run: Path) -> None:
 def restored_last(run: Path) -> int:
     from ckpt_formats.universal.chain import states
 
-    return states.open_steps(run, index.load(run / index.NAME).segments[0], check=True).last
+    return states.open_steps(run, chain_file.load(run / chain_file.NAME).segments[0], check=True).last
 
 
 def test_steps_that_the_chain_dropped_are_forgotten(run: Path) -> None:
@@ -185,7 +185,10 @@ def test_bases_are_added_where_the_run_has_fingerprints(run: Path) -> None:
     before = {step: bits(restored(run, step)) for step in range(13)}
     done = ckpt("shadow", run, "--once", "--base-every", 4)
     assert done.code == 0, done
-    assert [(one.step, one.kind) for one in index.load(run / index.NAME).members] == [(6, "base"), (12, "base")]
+    assert [(one.step, one.kind) for one in chain_file.load(run / chain_file.NAME).members] == [
+        (6, "base"),
+        (12, "base"),
+    ]
     assert {step: bits(restored(run, step)) for step in range(13)} == before
     assert ckpt("verify", run, "--replay").code == 0
     again = ckpt("shadow", run, "--once", "--base-every", 4, "--json")
@@ -210,7 +213,7 @@ def test_a_base_with_other_values_is_not_added(run: Path, monkeypatch: pytest.Mo
     done = ckpt("shadow", run, "--once", "--base-every", 4)
     assert done.code == 20, done
     assert "differs from the state in memory" in done.err
-    assert index.load(run / index.NAME).members == ()
+    assert chain_file.load(run / chain_file.NAME).members == ()
     assert sorted(path.name for path in run.iterdir()) == ["chain.json", "chain.lock", "gradients-0000000000"]
 
 
@@ -229,7 +232,7 @@ def test_a_shadow_killed_while_it_adds_a_base_leaves_the_chain_whole(run: Path, 
         killed(lambda chain=chain: work_in(chain), chain, point)  # type: ignore[misc]
         assert {step: bits(restored(chain, step)) for step in wanted} == wanted, point
         work_in(chain)
-        assert [one.step for one in index.load(chain / index.NAME).members] == [6, 12]
+        assert [one.step for one in chain_file.load(chain / chain_file.NAME).members] == [6, 12]
         names = sorted(path.name for path in chain.iterdir())
         assert names == sorted(path.name for path in counted.iterdir()), point
         assert {step: bits(restored(chain, step)) for step in wanted} == wanted, point

@@ -35,8 +35,8 @@ from ckpt_formats.core.errors import (
 )
 from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.stores.http_client import NO_CREDENTIALS, Credentials
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.gradients import held, record
 from ckpt_formats.universal.gradients.segment import rank_file
 from damage import SAMPLES, ckpt
@@ -101,7 +101,7 @@ def test_every_step_of_a_growing_log_is_that_of_restore(seed: int, tmp_path: Pat
         thread.start()
         seen = states_until(shadow, 6)
         thread.join()
-        last = index.load(run / index.NAME).segments[-1]
+        last = chain_file.load(run / chain_file.NAME).segments[-1]
         poll_until(shadow, lambda: shadow.verified == 6)
         poll_until(shadow, lambda: [path.name for path in shadow.path.glob("gradients-*")] == [last.folder])
     assert list((tmp_path / "mirror").iterdir()) == []
@@ -181,7 +181,7 @@ def test_a_server_that_is_started_again_is_found(run: Path, tmp_path: Path) -> N
 
 def test_gradients_before_the_base_are_not_fetched(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ckpt("shadow", run, "--once", "--base-every", 9).code == 0
-    assert [one.step for one in index.load(run / index.NAME).members] == [9]
+    assert [one.step for one in chain_file.load(run / chain_file.NAME).members] == [9]
     monkeypatch.setattr(segment_files, "_PEEK", 64)
     with served(run, tmp_path) as (_, shadow):
         states = states_until(shadow, 12)
@@ -527,7 +527,7 @@ def write_segments(run: Path) -> tuple[LoggedSteps, LoggedSteps]:
     other = run.with_name("later.chain")
     later.write(other)
     (other / "gradients-0000000003").rename(run / "gradients-0000000003")
-    (first,), (last,) = (index.load(one / index.NAME).segments for one in (run, other))
+    (first,), (last,) = (chain_file.load(one / chain_file.NAME).segments for one in (run, other))
     return first, last
 
 
@@ -544,7 +544,7 @@ def test_the_end_of_a_segment_is_there_while_the_start_of_the_next_is_not(way: s
     """A run that was killed at once after it had been resumed leaves such a chain."""
     run = tmp_path / "run.chain"
     first, last = write_segments(run)
-    (run / index.NAME).write_bytes(index.dump(ChainIndex((), (replace(first, step=3), last))))
+    (run / chain_file.NAME).write_bytes(chain_file.dump(ChainIndex((), (replace(first, step=3), last))))
     contents = cut(run, last.folder, 0.05)
     with served(run, tmp_path) as (server, there):
         shadow = there if way == "socket" else Shadow(run, resources=ONE)
@@ -566,8 +566,8 @@ def test_the_next_segment_may_be_in_the_list_before_the_last_step_is_seen(way: s
     with served(run, tmp_path) as (_, there):
         shadow = there if way == "socket" else Shadow(run, resources=ONE)
         states_until(shadow, 2)
-        (run / "draft").write_bytes(index.dump(ChainIndex((), (replace(first, step=3), last))))
-        (run / "draft").rename(run / index.NAME)
+        (run / "draft").write_bytes(chain_file.dump(ChainIndex((), (replace(first, step=3), last))))
+        (run / "draft").rename(run / chain_file.NAME)
         poll_until(shadow, lambda: shadow._limit == 3)
         assert shadow.step == 2
         for path, content in contents.items():
@@ -583,7 +583,7 @@ def test_a_shadow_that_was_ahead_when_steps_were_dropped_begins_again(run: Path,
         assert there is not None
         assert ckpt("compact", run, "--upto", 4).code == 0
         deadline = time.monotonic() + 10
-        while index.load(there.path / index.NAME).segments[0].step != 4:
+        while chain_file.load(there.path / chain_file.NAME).segments[0].step != 4:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         there.applied(there.path / SEGMENT, 9)

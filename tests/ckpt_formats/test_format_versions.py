@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.universal import manifest
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from damage import SAMPLES, ckpt
 
 UNSUPPORTED = 22
@@ -41,7 +41,7 @@ def test_a_manifest_of_a_later_version_is_refused(tmp_path: Path) -> None:
 
 def test_a_chain_of_a_later_version_is_refused(tmp_path: Path) -> None:
     run = shutil.copytree(CHAIN, tmp_path / "run")
-    state_version(run / index.NAME, 3)
+    state_version(run / chain_file.NAME, 3)
     for command in ("inspect", "verify", "log"):
         assert_refused(command, run)
     assert_refused("inspect", f"{run}@11")

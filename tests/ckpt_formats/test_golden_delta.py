@@ -15,7 +15,7 @@ from ckpt_codecs.registry import DELTA_CODECS
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from damage import SAMPLES, ckpt
 from page_codecs import decode, decode_delta
 from universal_decoder import ChainReader, UniversalDecoder
@@ -70,7 +70,7 @@ def test_sample_has_one_of_everything() -> None:
         if (delta := entry.get("delta")) is not None
     }
     assert sizes == {False, True}
-    assert {member.exact for member in index.read(GOLDEN).members} == {False, True}
+    assert {member.exact for member in chain_file.read(GOLDEN).members} == {False, True}
 
 
 def test_verify_finds_nothing_in_the_delta_sample() -> None:

@@ -25,7 +25,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.core.values import TensorName
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients import random_states
 from ckpt_formats.universal.gradients.held import HeldState, SegmentTail
@@ -411,13 +411,13 @@ def test_a_log_of_another_model_does_not_fit_a_base(small: Log, tmp_path: Path) 
         run = tmp_path / name
         torch.save({"model": tensors, "step": 0}, tmp_path / f"{name}.pt")
         assert ckpt("append", run, tmp_path / f"{name}.pt").code == 0
-        base = index.load(run / index.NAME).members[0]
+        base = chain_file.load(run / chain_file.NAME).members[0]
         log = small.copy()
         log.layout = replace(log.layout, parent=base.content)
         segment = log.write(tmp_path / f"{name}.log")
-        line = (index.LoggedSteps(segment.name, "run", 0, None, base.content, base.time),)
+        line = (chain_file.LoggedSteps(segment.name, "run", 0, None, base.content, base.time),)
         shutil.copytree(segment, run / segment.name)
-        (run / index.NAME).write_bytes(index.dump(index.ChainIndex((base,), line)))
+        (run / chain_file.NAME).write_bytes(chain_file.dump(chain_file.ChainIndex((base,), line)))
         assert restored(run, 0).parameters.keys() == tensors.keys()
         with pytest.raises(CkptError, match=r"another model|not the one that the run had|float32"):
             values_of(restored(run, 2))
@@ -484,7 +484,7 @@ def _assert_true_values(run: Path, log: Log, what: str) -> None:
 def states_last(run: Path) -> int:
     from ckpt_formats.universal.chain import states
 
-    return states.last_step(run, index.load(run / index.NAME))
+    return states.last_step(run, chain_file.load(run / chain_file.NAME))
 
 
 @pytest.mark.slow
@@ -503,7 +503,7 @@ def test_layouts_that_lie_are_refused_or_do_no_harm(small: Log, tmp_path: Path) 
 def test_lists_of_a_chain_that_lie_are_refused_or_do_no_harm(small: Log, tmp_path: Path) -> None:
     run = tmp_path / "run"
     small.write(run)
-    listed = _fields((run / index.NAME).read_bytes())
+    listed = _fields((run / chain_file.NAME).read_bytes())
     shutil.rmtree(run)
     for what, fields in _sampled(listed, 2, MUTATIONS // 2):
         content = _sealed(fields)

@@ -21,8 +21,7 @@ from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import read
 from ckpt_formats.stores.location import place_at
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import folder, states
+from ckpt_formats.universal.chain import chain_file, folder, states
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_formats.universal.gradients.layout import CHUNK, OptimizerVector, RankLayout, VectorPart
 from ckpt_recorder import Bases, Recorder, RecorderWarning
@@ -112,7 +111,7 @@ class Run:
 
     def check_bases(self) -> list[int]:
         """The steps of all bases; each has exactly the values of its step."""
-        chain = index.read(self.chain)
+        chain = chain_file.read(self.chain)
         for member in chain.members:
             assert member.exact
             checkpoint, truth = open_member(self.chain, chain, member), dict(self.truth[member.step])
@@ -172,7 +171,7 @@ def test_each_base_has_the_bits_of_its_step(name: str, bases: Bases, chain: Path
             run.step(3)
     assert recorder.broken is None
     assert run.check_bases() == [step + 2 * (bases == ROLLING) for step in begun]
-    last = states.open_state(chain, index.read(chain), recorder.step)  # replayed from the last base
+    last = states.open_state(chain, chain_file.read(chain), recorder.step)  # replayed from the last base
     assert (
         read(last.parameters["out.weight"].weight).tobytes() == run.truth[recorder.step]["out.weight", MODEL].tobytes()
     )
@@ -317,7 +316,7 @@ def test_memory_is_that_of_the_ring(bases: Bases, chain: Path, monkeypatch: pyte
         finally:
             tracemalloc.stop()
         assert peak < state / 4
-    assert [member.step for member in index.read(chain).members] == [begun + spread - 1]
+    assert [member.step for member in chain_file.read(chain).members] == [begun + spread - 1]
 
 
 def test_killed_bases_do_not_stop_training_and_others_follow(chain: Path, gate: Gate) -> None:
@@ -370,7 +369,7 @@ def test_a_killed_trainer_leaves_a_good_chain_and_leftovers_go(chain: Path) -> N
     for seconds in (1.5, 2.2):
         assert killed_after(work, seconds)
         wait_for(lambda: not any(map(folder.is_growing, chain.iterdir())))
-        listed = index.read(chain)
+        listed = chain_file.read(chain)
         assert not list(chain.glob("pieces-*"))
         last = states.last_step(chain, listed)
         states.open_state(chain, listed, last).parameters["out.weight"][...]
@@ -379,7 +378,7 @@ def test_a_killed_trainer_leaves_a_good_chain_and_leftovers_go(chain: Path) -> N
         for one in sorted(chain.iterdir(), reverse=True):
             if one.is_dir():
                 place_at(chain).remove([one.name], first=folder.MANIFEST)
-        (chain / index.NAME).unlink()
+        (chain / chain_file.NAME).unlink()
 
 
 def test_leftovers_of_bases_are_removed_by_the_next_recorder(chain: Path) -> None:

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from ckpt_formats.core.tensor import read
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.chain import chain_file, states
 from ckpt_formats.universal.gradients.layout import CHUNK
 from ckpt_formats.universal.gradients.segment import open_segment
 from ckpt_recorder import Recorder
@@ -33,7 +32,7 @@ def truth_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Truth:
 
 def assert_restored(chain: Path, truths: list[Truth]) -> None:
     for step, truth in list(enumerate(truths))[1::2]:
-        parameters = states.open_state(chain, index.read(chain), step).parameters
+        parameters = states.open_state(chain, chain_file.read(chain), step).parameters
         for (name, state), expected in truth.items():
             assert read(parameters[name].states[state]).tobytes() == expected, (step, name, state)
 
@@ -59,7 +58,7 @@ def record(
 
 
 def method_of(chain: Path) -> set[str]:
-    segments = (open_segment(chain / one.folder) for one in index.read(chain).segments)
+    segments = (open_segment(chain / one.folder) for one in chain_file.read(chain).segments)
     return {optimizer.method for one in segments for optimizer in one.layout.optimizers}
 
 
@@ -106,10 +105,10 @@ def test_whole_tensors_are_replayed_with_the_threads_of_the_run(name: str, tmp_p
     finally:
         torch.set_num_threads(before)
     assert (recorder.exactness, method_of(chain)) == ("same library", {"torch"})
-    segments = [open_segment(chain / one.folder).layout for one in index.read(chain).segments]
+    segments = [open_segment(chain / one.folder).layout for one in chain_file.read(chain).segments]
     assert [(one.first, one.optimizers[0].threads) for one in segments] == [(0, 3), (2, 1)]
     assert_restored(chain, truths)
-    notices = states.open_state(chain, index.read(chain), STEPS).notices
+    notices = states.open_state(chain, chain_file.read(chain), STEPS).notices
     assert any("threads 1)" in notice.text for notice in notices)
 
 
@@ -136,9 +135,9 @@ def test_a_replay_begins_with_a_stored_state_in_float16(tmp_path: Path) -> None:
     other = tmp_path / "other.chain"
     assert ckpt("append", other, tmp_path / "base").code == 0
     _, truths = record(model, optimizer, x, other, step=STEPS)
-    parent = open_segment(other / index.read(other).segments[0].folder).layout.parent
+    parent = open_segment(other / chain_file.read(other).segments[0].folder).layout.parent
     assert parent is not None
-    assert states.last_step(other, index.read(other)) == 2 * STEPS
+    assert states.last_step(other, chain_file.read(other)) == 2 * STEPS
     for step, truth in enumerate(truths, STEPS):
-        parameters = states.open_state(other, index.read(other), step).parameters
+        parameters = states.open_state(other, chain_file.read(other), step).parameters
         assert all(read(parameters[n].states[s]).tobytes() == value for (n, s), value in truth.items())

@@ -19,8 +19,7 @@ from ckpt_formats.core.checkpoint import MODEL
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.chain import chain_file, states
 from ckpt_formats.universal.gradients.segment import open_segment, rank_file
 from ckpt_recorder import Recorder
 from ckpt_training import load
@@ -170,7 +169,7 @@ def test_a_run_goes_on_from_a_restored_step_as_if_nobody_had_stopped_it(recorded
     now = state_of(net, optimizer)
     assert all(torch.equal(now[name], tensor) for name, tensor in states[STEPS].items())
     # The new segment begins where the old one ends, and leads to the same states.
-    assert [(one.first, one.step) for one in index.load(run / index.NAME).segments] == [(0, 7), (7, None)]
+    assert [(one.first, one.step) for one in chain_file.load(run / chain_file.NAME).segments] == [(0, 7), (7, None)]
     for step in (3, 7, 10, STEPS):
         check_state(Path(f"{run}@{step}"), states[step])
     assert ckpt("verify", run, "--replay").code == 0
@@ -210,7 +209,7 @@ def test_bases_are_compared_with_the_log(recorded, run: Path, tmp_path: Path) ->
     """A stored state that is not the run's is found, by its step and the tensor."""
     states = recorded[1]
     assert ckpt("compact", run, "--keep", "4,9", "--keep", "last:1").code == 0
-    assert [member.step for member in index.load(run / index.NAME).members] == [4, 9]
+    assert [member.step for member in chain_file.load(run / chain_file.NAME).members] == [4, 9]
     assert ckpt("verify", run, "--replay").code == 0
     # The same chain with another state at step 9: what a run would have saved whose weights had flipped a bit.
     assert ckpt("restore", run, tmp_path / "nine.pt", "--step", 9, "--to", "torch").code == 0
@@ -221,7 +220,7 @@ def test_bases_are_compared_with_the_log(recorded, run: Path, tmp_path: Path) ->
     assert ckpt("restore", run, tmp_path / "four", "--step", 4).code == 0
     assert ckpt("append", other, tmp_path / "four").code == 0
     assert ckpt("append", other, tmp_path / "flipped.pt", "--step", 9).code == 0
-    chain = index.load(run / index.NAME)
+    chain = chain_file.load(run / chain_file.NAME)
     shutil.copytree(run / chain.segments[0].folder, other / chain.segments[0].folder)
     with change(other, Execution()) as changed:
         assert changed.chain is not None
@@ -262,7 +261,7 @@ def test_prover_names_a_step_that_was_computed_wrongly(tmp_path: Path) -> None:
     assert ckpt("restore", tmp_path / "run.chain", tmp_path / "good", "--step", 16).code == 0
     assert ckpt("restore", tmp_path / "run.chain", tmp_path / "bad", "--step", 22).code == 20
     assert not (tmp_path / "bad").exists()
-    chain = index.read(tmp_path / "run.chain")
+    chain = chain_file.read(tmp_path / "run.chain")
     last = states.open_state(
         tmp_path / "run.chain", chain, 24
     )  # the recorder has recorded the states themselves since it knew
@@ -295,7 +294,7 @@ def test_rounded_gradients_are_called_approximate_everywhere(codec: str, near: f
 
 
 def test_damaged_gradients_are_found_and_steps_before_are_offered(recorded, run: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    (logged,) = index.load(run / index.NAME).segments
+    (logged,) = chain_file.load(run / chain_file.NAME).segments
     path = run / logged.folder / rank_file(0)
     segment = open_segment(run / logged.folder)
     record = segment.updates[0][8][0].record  # of step 9
@@ -336,7 +335,7 @@ def test_a_chain_is_made_shorter(
     assert planned.code == 0, planned.err
     assert digest_of(run) == before
     assert ckpt("compact", run, *options).code == 0
-    chain = index.load(run / index.NAME)
+    chain = chain_file.load(run / chain_file.NAME)
     assert [member.step for member in chain.members] == steps
     assert [(one.first, one.step) for one in chain.segments] == segments
     if "--upto" in options:
@@ -356,7 +355,7 @@ def test_states_are_appended_to_a_chain_that_has_only_a_log(recorded, run: Path,
     assert ckpt("restore", run, tmp_path / "ten", "--step", 10).code == 0
     assert ckpt("append", run, tmp_path / "six").code == 0
     assert ckpt("append", run, tmp_path / "ten").code == 0
-    chain = index.load(run / index.NAME)
+    chain = chain_file.load(run / chain_file.NAME)
     assert [(member.step, member.kind) for member in chain.members] == [(6, "base"), (10, "delta")]
     for step in (5, 6, 9, 10, 11):
         check_state(Path(f"{run}@{step}"), recorded[1][step])

@@ -11,8 +11,7 @@ import xxhash
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import read
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.chain import chain_file, states
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients import recorded_values
 from ckpt_formats.universal.gradients.record import Kind
@@ -30,7 +29,7 @@ UPDATED = SAMPLES / "recorded-2"
 @pytest.mark.parametrize("step", range(len(EXPECTED)))
 def test_every_step_of_the_golden_log_is_that_of_the_run(step: int) -> None:
     wanted = EXPECTED[step]
-    checkpoint = states.open_state(RUN, index.load(RUN / index.NAME), step)
+    checkpoint = states.open_state(RUN, chain_file.load(RUN / chain_file.NAME), step)
     hashes = {
         name: {
             to_stored(state): xxhash.xxh3_128_hexdigest(read(tensor).tobytes())
@@ -99,7 +98,7 @@ def test_every_step_of_the_golden_log_of_version_2_is_that_of_the_run() -> None:
 
 
 def _segments(run: Path) -> list[Segment]:
-    return [states.open_steps(run, one, check=True) for one in index.load(run / index.NAME).segments]
+    return [states.open_steps(run, one, check=True) for one in chain_file.load(run / chain_file.NAME).segments]
 
 
 def _digest(parameter: Parameter) -> str:

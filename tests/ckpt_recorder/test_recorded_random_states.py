@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ckpt_formats.core.values import Value
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.chain import chain_file, states
 from ckpt_formats.universal.gradients.held import HeldState
 from ckpt_formats.universal.gradients.record import Kind
 from ckpt_formats.universal.gradients.segment import open_segment
@@ -49,7 +48,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, 
 
 
 def states_of(chain: Path, step: int) -> Value:
-    checkpoint = states.open_state(chain, index.read(chain), step)
+    checkpoint = states.open_state(chain, chain_file.read(chain), step)
     return checkpoint.extras["random_states"]["rank-00000"]
 
 
@@ -62,7 +61,7 @@ def test_a_step_has_the_random_states_of_its_note(step: int, recorded: tuple[Pat
 
 def test_a_shadow_has_the_random_states(recorded: tuple[Path, dict[int, Any]]) -> None:
     chain, drawn = recorded
-    held = HeldState(chain / index.read(chain).segments[0].folder, None)
+    held = HeldState(chain / chain_file.read(chain).segments[0].folder, None)
     assert held.find_start(8)
     held.load(1)
     for step in (2, STEPS - 10, STEPS):
@@ -75,6 +74,6 @@ def test_a_shadow_has_the_random_states(recorded: tuple[Path, dict[int, Any]]) -
 
 def test_random_states_take_few_bytes_in_a_step(recorded: tuple[Path, dict[int, Any]]) -> None:
     chain, _ = recorded
-    segment = open_segment(chain / index.read(chain).segments[0].folder)
+    segment = open_segment(chain / chain_file.read(chain).segments[0].folder)
     records = [one for one in segment.records(0, Kind.RANDOM) if one.step > 0]
     assert sum(64 + one.meta_nbytes + 16 * one.count + one.nbytes for one in records) < 500 * STEPS

@@ -12,8 +12,7 @@ from torch import nn
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.core.tensor import read
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.chain import chain_file, states
 from ckpt_recorder import Recorder
 from ckpt_training import load
 
@@ -78,7 +77,7 @@ def truth_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Truth:
 
 
 def state_at(chain: Path, step: int) -> Checkpoint:
-    return states.open_state(chain, index.read(chain), step)
+    return states.open_state(chain, chain_file.read(chain), step)
 
 
 def assert_same(actual: Checkpoint, truth: Truth) -> None:
@@ -292,7 +291,7 @@ def test_recorder_records_states_when_steps_cannot_be_replayed(name: str, model:
 def test_recorder_refuses_an_optimizer_of_another_model(model: Model, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="not a parameter of the"):
         Recorder(model, Sgd([nn.Parameter(torch.ones(3))], 0.1), tmp_path / "run.chain")
-    assert not (tmp_path / "run.chain" / index.NAME).exists()
+    assert not (tmp_path / "run.chain" / chain_file.NAME).exists()
 
 
 def test_rename_refuses_one_name_for_two_tensors(model: Model, tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ckpt_formats.core.tensor import read
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.chain import chain_file, states
 from ckpt_recorder import Recorder
 from ckpt_recorder.probe import group_options, probe
 from ckpt_recorder.stepper import step_of
@@ -92,8 +91,8 @@ def test_steps_that_flush_denormals_are_recorded_as_updates(tmp_path: Path) -> N
         finally:
             torch.set_flush_denormal(False)
     run = tmp_path / "run.chain"
-    segments = [states.open_steps(run, one) for one in index.read(run).segments]
+    segments = [states.open_steps(run, one) for one in chain_file.read(run).segments]
     assert [(one.first, one.layout.optimizers[0].method) for one in segments][-1] == (2, "update")
-    restored = states.open_state(run, index.read(run), 6)
+    restored = states.open_state(run, chain_file.read(run), 6)
     state = optimizer.state[model.weight]
     assert read(restored.parameters["weight"].states["exp_avg_sq"]).tobytes() == state["exp_avg_sq"].numpy().tobytes()

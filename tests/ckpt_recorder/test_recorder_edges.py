@@ -19,8 +19,7 @@ from torch import distributed, nn
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import read
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.chain import chain_file, states
 from ckpt_formats.universal.gradients.record import FileHead, Kind
 from ckpt_formats.universal.gradients.segment import open_segment
 from ckpt_recorder import Bases, Recorder, RecorderWarning
@@ -49,7 +48,7 @@ class Run:
 
 
 def last_step(chain: Path) -> int:
-    return states.last_step(chain, index.read(chain))
+    return states.last_step(chain, chain_file.read(chain))
 
 
 def test_a_relative_chain_stays_where_it_began_after_chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +110,7 @@ def test_a_cell_that_runs_again_ends_the_recorder_that_was_not_closed(tmp_path: 
     with pytest.warns(RecorderWarning, match="was not closed"), restarted.recorder(chain, step=4):
         restarted.step()
     assert last_step(chain) == 5
-    assert [one.first for one in index.read(chain).segments] == [0, 2, 4]
+    assert [one.first for one in chain_file.read(chain).segments] == [0, 2, 4]
 
 
 def test_a_fork_leaves_the_recording_alone_and_a_collected_recorder_ends_its_writer(tmp_path: Path) -> None:
@@ -142,7 +141,7 @@ def test_a_fork_leaves_the_recording_alone_and_a_collected_recorder_ends_its_wri
     os.close(begin)
     assert os.waitpid(child, 0)[1] == 0
     assert last_step(chain) == 4
-    assert not states.open_steps(chain, index.read(chain).segments[0]).torn
+    assert not states.open_steps(chain, chain_file.read(chain).segments[0]).torn
 
 
 def test_the_memory_of_a_ring_is_released_with_its_segment(tmp_path: Path) -> None:
@@ -201,8 +200,8 @@ def test_a_removed_log_is_noticed_once_and_recorded_anew(tmp_path: Path) -> None
         assert recorder.broken is not None
         run.step(3)
     assert last_step(chain) == 12
-    assert [one.first for one in index.read(chain).segments] == [10]
-    states.open_state(chain, index.read(chain), 12)
+    assert [one.first for one in chain_file.read(chain).segments] == [10]
+    states.open_state(chain, chain_file.read(chain), 12)
 
 
 def test_ranks_that_construct_no_recorder_are_named() -> None:
@@ -224,9 +223,9 @@ def test_nans_are_compared_as_nans(tmp_path: Path) -> None:
             gradient = torch.tensor([[0xFFFFFFFF, 0x7FC00001]], dtype=torch.int64).to(torch.int32).view(torch.float32)
             run.model.weight.grad = gradient * sign
             run.optimizer.step()
-    checkpoint = states.open_state(chain, index.read(chain), 3)
+    checkpoint = states.open_state(chain, chain_file.read(chain), 3)
     assert np.isnan(read(checkpoint.parameters["weight"].weight)).all()
-    folder = chain / index.read(chain).segments[0].folder
+    folder = chain / chain_file.read(chain).segments[0].folder
     (record, *_) = open_segment(folder).records(0, Kind.FINGERPRINT)
     assert record.meta["nan"] == "one"
 
@@ -246,7 +245,7 @@ def test_weights_in_another_order_of_memory_are_restored_exactly(tmp_path: Path)
             adamw.step()
             sgd.step()
         assert recorder.exactness == "exact"
-    restored = states.open_state(tmp_path / "run.chain", index.read(tmp_path / "run.chain"), 12)
+    restored = states.open_state(tmp_path / "run.chain", chain_file.read(tmp_path / "run.chain"), 12)
     for name, tensor in model.named_parameters():
         values = np.ascontiguousarray(tensor.detach().numpy())
         assert read(restored.parameters[name].weight).tobytes() == values.tobytes(), name

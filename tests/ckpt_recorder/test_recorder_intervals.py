@@ -11,8 +11,7 @@ from ckpt.chains.chain import Chain
 from ckpt.planning.costs import LogCosts, RunCosts
 from ckpt.planning.search import best_logged
 from ckpt_formats.core.errors import InvalidArgumentError, NoSpaceError
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.chain import chain_file, states
 from ckpt_recorder import Bases, Recorder, segments
 from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_training import load
@@ -50,8 +49,8 @@ def truth(model: nn.Module) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in model.state_dict().items()}
 
 
-def restored(chain: Path, step: int, listed: index.ChainIndex | None = None) -> dict[str, bytes]:
-    state = states.open_state(chain, listed or index.read(chain), step)
+def restored(chain: Path, step: int, listed: chain_file.ChainIndex | None = None) -> dict[str, bytes]:
+    state = states.open_state(chain, listed or chain_file.read(chain), step)
     return {name: bytes(parameter[...].tobytes()) for name, parameter in state.items()}
 
 
@@ -69,7 +68,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 def test_a_base_every_five_steps_begins_a_segment_and_every_step_is_what_the_run_had(recorded: Recorded) -> None:
     chain, truths = recorded
-    assert [(one.first, one.step) for one in index.read(chain).segments] == [(0, 5), (5, 10), (10, None)]
+    assert [(one.first, one.step) for one in chain_file.read(chain).segments] == [(0, 5), (5, 10), (10, None)]
     for step in range(13):
         assert restored(chain, step) == truths[step], step
     assert Chain(chain).verify(replay=True).findings == ()
@@ -79,7 +78,7 @@ def test_a_base_every_five_steps_begins_a_segment_and_every_step_is_what_the_run
 def test_the_start_of_a_segment_is_the_state_after_the_step_before_it(step: int, recorded: Recorded) -> None:
     """Its buffers too, which the next forward pass has changed when it is stored; and without the segment before it."""
     chain, truths = recorded
-    listed = index.read(chain)
+    listed = chain_file.read(chain)
     alone = replace(listed, segments=tuple(one for one in listed.segments if one.first <= step)[-1:])
     assert restored(chain, step, alone) == truths[step]
 
@@ -115,7 +114,7 @@ def test_a_run_with_automatic_intervals_is_restored_like_others(tmp_path: Path) 
     recorder, truths = trained(chain, 10, bases=Bases(every="auto"), flush="auto", mtbf=0.001)
     assert recorder.broken is None
     assert recorder._intervals.base_steps > 0
-    assert len(index.read(chain).segments) > 1
+    assert len(chain_file.read(chain).segments) > 1
     for step in range(11):
         assert restored(chain, step) == truths[step], step
 

@@ -16,8 +16,7 @@ from ckpt.job import save
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.chain import chain_file, states
 from ckpt_formats.universal.gradients.record import Kind
 from damage import ckpt
 from followed import WAYS, Followed, Stopped
@@ -152,13 +151,13 @@ def test_the_log_of_compressed_gradients_is_as_small_as_they_are(kind: str, limi
 def test_ranks_with_different_weights_under_one_name_are_refused_by_all(runs: Path) -> None:
     message = json.loads((runs / "refused.json").read_text())["differing"]
     assert message == "ranks 0 and 1 have different values of `words.weight` under the same name"
-    assert not (runs / "differing.chain" / index.NAME).exists()
+    assert not (runs / "differing.chain" / chain_file.NAME).exists()
 
 
 def test_ranks_with_parts_under_the_same_names_are_recorded_with_other_names(runs: Path) -> None:
     broken = json.loads((runs / "refused.json").read_text())["diverging"]
     assert re.fullmatch("ranks 0 and 1 have different values of `.*` under the same name; no step after 0 .*", broken)
-    restored = states.open_state(runs / "renamed.chain", index.read(runs / "renamed.chain"), 2)
+    restored = states.open_state(runs / "renamed.chain", chain_file.read(runs / "renamed.chain"), 2)
     for rank in range(2):
         (saved,) = (open_checkpoint(runs / f"part-{rank}.pt").parameters,)
         mine = {
@@ -230,12 +229,12 @@ def test_an_example_that_goes_on_from_a_restored_step_ends_as_the_whole_one(name
         pytest.skip("lightning is not installed")
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 40
     for run in chains_of(name, examples):
-        (logged,) = index.read(run).segments
+        (logged,) = chain_file.read(run).segments
         steps = states.open_steps(run, logged)
         # Each state is held against what the run hashed when it ended.
         assert LAST in [record.step for record in steps.records(0, Kind.FINGERPRINT)]
         assert steps.is_exact
-    whole, later = (states.open_state(run, index.read(run), LAST) for run in chains_of(name, examples))
+    whole, later = (states.open_state(run, chain_file.read(run), LAST) for run in chains_of(name, examples))
     assert differences(later, whole) == {}
 
 
@@ -269,9 +268,11 @@ def test_ranks_that_store_bases_agree_when_and_have_every_step(
     name: str, number: int, with_bases: Path, examples: Path
 ) -> None:
     chain = with_bases / f"{name}-{number}.chain"
-    segments = index.read(chain).segments
+    segments = chain_file.read(chain).segments
     assert [one.first for one in segments] == [[0, 5, 10], [0, 8, 9, 10, 11]][number]
     assert Chain(chain).verify(replay=True).findings == ()
     for step in (KILLED, LAST):
-        bare, based = (states.open_state(run, index.read(run), step) for run in (examples / f"{name}.chain", chain))
+        bare, based = (
+            states.open_state(run, chain_file.read(run), step) for run in (examples / f"{name}.chain", chain)
+        )
         assert differences(based, bare) == {}

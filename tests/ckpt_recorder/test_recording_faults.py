@@ -18,8 +18,7 @@ from torch import nn
 from ckpt_formats.core.errors import CkptError, LockedError, OutputError, UnsupportedError
 from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.tensor import read
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import folder, states
+from ckpt_formats.universal.chain import chain_file, folder, states
 from ckpt_recorder import Recorder, RecorderWarning, recording, segments
 from ckpt_recorder.recording import RankRecording
 from ckpt_training.writing import link
@@ -60,7 +59,7 @@ class Run:
 
     def check(self, chain: Path, step: int) -> None:
         """The restored state is that of the run."""
-        checkpoint = states.open_state(chain, index.load(chain / index.NAME), step)
+        checkpoint = states.open_state(chain, chain_file.load(chain / chain_file.NAME), step)
         kept = {
             name if state == "model" else f"{name}.{state}": read(tensor).tobytes()
             for name, parameter in checkpoint.parameters.items()
@@ -71,7 +70,7 @@ class Run:
 
 
 def last_of(chain: Path) -> int:
-    return states.last_step(chain, index.load(chain / index.NAME))
+    return states.last_step(chain, chain_file.load(chain / chain_file.NAME))
 
 
 @pytest.fixture
@@ -119,13 +118,13 @@ def test_on_a_full_disk_training_goes_on_and_recording_begins_anew(run: Run, sma
     assert recorder.broken is None
     run.step(4)
     recorder.close()
-    assert [one.first for one in index.load(chain / index.NAME).segments] == [0, 60]
+    assert [one.first for one in chain_file.load(chain / chain_file.NAME).segments] == [0, 60]
     assert last_of(chain) == 64
     for step in (0, whole, 60, 61, 64):
         run.check(chain, step)
     with pytest.raises(CkptError, match=f"no step {whole + 1}"):
         run.check(chain, whole + 1)
-    assert not folder.leftovers(chain, index.load(chain / index.NAME))
+    assert not folder.leftovers(chain, chain_file.load(chain / chain_file.NAME))
 
 
 @pytest.mark.slow
@@ -295,10 +294,10 @@ def test_killed_at_any_point_of_its_beginning_a_chain_is_good(run: Run, chain: P
     named = set[int]()
     for point in range(2 * count):  # what is to be swept makes the way longer
         _await_writers(chain)
-        before = len(index.load(chain / index.NAME).segments)
+        before = len(chain_file.load(chain / chain_file.NAME).segments)
         was_killed = killed(lambda: _begun(run, chain), tmp_path, point)
         _await_writers(chain)
-        listed = index.load(chain / index.NAME)
+        listed = chain_file.load(chain / chain_file.NAME)
         named.add(len(listed.segments) - before)
         for step in (3, 4):
             run.check(chain, step)
@@ -310,7 +309,7 @@ def test_killed_at_any_point_of_its_beginning_a_chain_is_good(run: Run, chain: P
     with recorded(run, chain):
         run.step(2)
     run.check(chain, 6)
-    assert not folder.leftovers(chain, index.load(chain / index.NAME))
+    assert not folder.leftovers(chain, chain_file.load(chain / chain_file.NAME))
 
 
 def _await_writers(chain: Path) -> None:
@@ -330,13 +329,13 @@ def test_killed_at_any_point_of_its_beginning_a_new_chain_is_absent_or_good(
         if not killed(lambda: _begun(run, chain), tmp_path, point):  # noqa: B023
             break
         _await_writers(chain)
-        if (chain / index.NAME).exists():
+        if (chain / chain_file.NAME).exists():
             run.check(chain, 0)
         if point % 3 == 0:
             with recorded(run, chain):
                 pass
             run.check(chain, 0)
-            assert not folder.leftovers(chain, index.load(chain / index.NAME))
+            assert not folder.leftovers(chain, chain_file.load(chain / chain_file.NAME))
         point += 1
     assert point > 8
 
@@ -377,7 +376,7 @@ def test_what_fails_as_it_begins_leaves_no_segment_and_no_writer(
         with pytest.raises(CkptError, match=r"no luck|Input/output error"):
             recorded(run, chain)
     assert all(process.poll() is not None for process in pids)
-    assert not (chain / index.NAME).exists()
+    assert not (chain / chain_file.NAME).exists()
     with recorded(run, chain):
         run.step()
     run.check(chain, 1)
@@ -434,7 +433,7 @@ def test_a_log_does_not_begin_with_a_state_that_is_not_the_runs(
         return
     with recorded(run, chain, step=2):
         run.step(2)
-    restored = states.open_state(chain, index.load(chain / index.NAME), 4).parameters["1.bias"].states
+    restored = states.open_state(chain, chain_file.load(chain / chain_file.NAME), 4).parameters["1.bias"].states
     assert read(restored["model"]).tobytes() == run.truth[4]["1.bias"]
     assert read(restored["exp_avg"]).tobytes() == run.truth[4]["1.bias.exp_avg"]
 
@@ -448,7 +447,7 @@ def test_leftovers_are_swept_by_recorders_and_by_commands_but_not_those_that_gro
     with recorded(run, chain):
         run.step()
     assert not stray.exists()
-    draft = states.open_steps(chain, index.load(chain / index.NAME).segments[-1]).layout
+    draft = states.open_steps(chain, chain_file.load(chain / chain_file.NAME).segments[-1]).layout
     _await_writers(chain)
     begun = segments.begin(
         chain, type(draft)(*[{"first": 2}.get(f, getattr(draft, f)) for f in draft.__dataclass_fields__])
@@ -599,7 +598,7 @@ def test_optimizers_of_two_kinds_step_in_turn(run: Run, chain: Path) -> None:
                             kept[name, state] = values.numpy().tobytes()
             truth.append(kept)
     for step, kept in enumerate(truth, 1):
-        checkpoint = states.open_state(chain, index.load(chain / index.NAME), step)
+        checkpoint = states.open_state(chain, chain_file.load(chain / chain_file.NAME), step)
         restored = {(p.name, state): read(tensor).tobytes() for p, state, tensor in checkpoint.tensors()}
         assert {key: restored[key] for key in kept} == kept
         extra = restored.keys() - kept.keys()  # of what the second one has not stepped yet
@@ -648,7 +647,7 @@ def test_where_a_segment_for_more_tensors_cannot_begin_training_goes_on(
     assert recorder.broken is None
     recorder.close()
     assert last_of(chain) == 9
-    assert "1.weight" in states.open_state(chain, index.load(chain / index.NAME), 9).parameters
+    assert "1.weight" in states.open_state(chain, chain_file.load(chain / chain_file.NAME), 9).parameters
 
 
 def test_signals_that_end_a_job_leave_the_writer_to_its_work(run: Run, chain: Path) -> None:

@@ -12,7 +12,7 @@ from ckpt import Chain
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_recorder import Bases, Recorder
 from ckpt_recorder.probe import probe
@@ -116,7 +116,7 @@ def test_bases_of_a_gpu_run_have_the_bits_of_their_step(spread: int, tmp_path: P
             train(net, optimizer, 1001)
             truths[recorder.step] = {name: one.detach().cpu().clone() for name, one in net.named_parameters()}
             time.sleep(0.05)
-    chain = index.read(tmp_path / "run.chain")
+    chain = chain_file.read(tmp_path / "run.chain")
     assert chain.members
     for member in chain.members:
         stored = open_member(tmp_path / "run.chain", chain, member).parameters

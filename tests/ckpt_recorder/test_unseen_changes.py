@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ckpt_formats.core.tensor import read
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.chain import chain_file, states
 from ckpt_recorder import Recorder, watch
 from ckpt_recorder.watch import StateWatch
 from damage import ckpt
@@ -36,7 +35,7 @@ def test_frozen_tensors_that_were_changed_by_numpy_are_found_and_the_steps_betwe
                 for tensor in model["teacher"].parameters():
                     tensor.numpy()[:1] += 1
             truths.append({name: tensor.numpy().copy() for name, tensor in model["teacher"].state_dict().items()})
-    chain = index.load(tmp_path / "run.chain" / index.NAME)
+    chain = chain_file.load(tmp_path / "run.chain" / chain_file.NAME)
     outcomes = {}
     for step in (CHANGED - 4, CHANGED, STEPS):
         state = states.open_state(tmp_path / "run.chain", chain, step)

@@ -10,8 +10,7 @@ from torch import nn
 
 from ckpt import open as opened
 from ckpt_formats.core.errors import IncompleteError
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.chain import chain_file, states
 from ckpt_recorder import Recorder
 from ckpt_training import load
 from damage import ckpt
@@ -114,7 +113,7 @@ def test_a_recorder_goes_on_from_the_resumed_step_of_sgd(recorded: tuple[Path, l
         assert recorder.step == 4
         train(model, optimizer, range(4, 5))
     chain = place / "later.chain"
-    assert states.last_step(chain, index.read(chain)) == 5
+    assert states.last_step(chain, chain_file.read(chain)) == 5
 
 
 def test_load_names_a_missing_extra_state(recorded: tuple[Path, list[float]]) -> None:

@@ -11,7 +11,7 @@ import ckpt
 from ckpt.chains.verify import verify_chain
 from ckpt.pipeline import Execution
 from ckpt_formats.core.tensor import read
-from ckpt_formats.universal.chain import file
+from ckpt_formats.universal.chain import chain_file
 from engines.launch import run_script
 from object_stores import BUCKET, moto, reached
 from saving_jobs.steps import STEPS
@@ -73,5 +73,5 @@ def test_a_rank_that_fails_fails_the_save_of_all_ranks_and_the_next_one_is_whole
     assert "rank 1 has not written its part of step 4 within 8 s" in first[3]
     assert "rank 0 has not written its part of step 40 within 8 s" in second[3]
     assert [one[4] for one in (first, second)] == ["delta", "delta"]
-    assert [member.step for member in file.load(folder / "run.chain" / file.NAME).members] == [1, 50]
+    assert [member.step for member in chain_file.load(folder / "run.chain" / chain_file.NAME).members] == [1, 50]
     assert verify_chain(folder / "run.chain", Execution(workers=1)).findings == ()

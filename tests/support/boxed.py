@@ -14,8 +14,8 @@ from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, ArrayBlob, Tensor
 from ckpt_formats.core.values import TensorName
 from ckpt_formats.universal.boxes import CheckpointNotes, PackReceipt, RankBox, RankPack, RankValues, assemble
-from ckpt_formats.universal.chain import file
-from ckpt_formats.universal.chain.file import ChainIndex, Member
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex, Member
 from ckpt_formats.universal.manifest import Manifest, Parent
 
 ADAM = {"master": "float32", "model": "bfloat16", "exp_avg": "float32", "exp_avg_sq": "float32"}
@@ -146,7 +146,7 @@ class BoxedRun:
         parent = None if last is None else Parent(last.content, f"../{last.folder}")
         stated = assemble(folder, receipts, notes_at(step), parent)
         self.members.append(member_of(folder, stated, step))
-        (self.run / file.NAME).write_bytes(file.dump(ChainIndex(tuple(self.members))))
+        (self.run / chain_file.NAME).write_bytes(chain_file.dump(ChainIndex(tuple(self.members))))
         self.values = values
         return stated
 

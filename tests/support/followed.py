@@ -16,7 +16,7 @@ from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.gradients.parts import StatePart
 from ckpt_formats.universal.gradients.record import Kind
 
@@ -41,7 +41,7 @@ class Followed:
         self._stop, self._open = stop, ExitStack()
         self._shadows: dict[str, list[Shadow]] = {}
         self._addresses: dict[str, list[NetworkAddress]] = {}
-        while not (run / index.NAME).exists():
+        while not (run / chain_file.NAME).exists():
             self._wait()
         try:
             for way in ways:

@@ -17,9 +17,8 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import Array, read
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import states
-from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
+from ckpt_formats.universal.chain import chain_file, states
+from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.layout import (
     LoggedOptimizer,
@@ -76,7 +75,7 @@ class Log:
         for rank, entries in enumerate(self.ranks):
             (folder / rank_file(rank)).write_bytes(self.content(rank, entries, layout))
         line = LoggedSteps(folder.name, self.layout.run, self.layout.first, None, self.layout.parent, TIME)
-        (run / index.NAME).write_bytes(index.dump(ChainIndex((), (line,))) if chain is None else chain)
+        (run / chain_file.NAME).write_bytes(chain_file.dump(ChainIndex((), (line,))) if chain is None else chain)
         return folder
 
     def content(self, rank: int, entries: Sequence[Entry], layout: bytes) -> bytes:
@@ -191,7 +190,7 @@ def fingerprint(layout: SegmentLayout, rank: int, step: int, state: Mapping[str,
 
 def restored(run: Path, step: int) -> Checkpoint:
     """The state at a step of a chain."""
-    return states.open_state(run, index.load(run / index.NAME), step)
+    return states.open_state(run, chain_file.load(run / chain_file.NAME), step)
 
 
 def values_of(checkpoint: Checkpoint) -> dict[str, dict[str, Array]]:

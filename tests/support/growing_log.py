@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.tensor import read
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex
 from gradient_logs import Log, fingerprint, small_log
 
 State = dict[tuple[str, str], bytes]
@@ -44,7 +44,7 @@ def grow(finished: Path, run: Path, seed: int, pieces: int = 40) -> Iterator[Non
     Gives after each piece. The list is written when a segment begins.
     """
     draw = random.Random(seed)
-    chain = index.load(finished / index.NAME)
+    chain = chain_file.load(finished / chain_file.NAME)
     run.mkdir()
     for member in chain.members:
         shutil.copytree(finished / member.folder, run / member.folder)
@@ -54,8 +54,8 @@ def grow(finished: Path, run: Path, seed: int, pieces: int = 40) -> Iterator[Non
         shutil.copy(there / "layout.json", here)
         before = [*chain.segments[:number], replace(logged, step=None)]
         members = tuple(member for member in chain.members if member.step <= logged.first)
-        (run / "draft").write_bytes(index.dump(ChainIndex(members, tuple(before))))
-        (run / "draft").rename(run / index.NAME)  # as the recorder does: nobody sees half of it
+        (run / "draft").write_bytes(chain_file.dump(ChainIndex(members, tuple(before))))
+        (run / "draft").rename(run / chain_file.NAME)  # as the recorder does: nobody sees half of it
         contents = {path.name: path.read_bytes() for path in sorted(there.glob("rank-*.ckg"))}
         for name in contents:
             (here / name).touch()

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.universal.boxes.table import BoxPlace
-from ckpt_formats.universal.chain import file
+from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.published.model import PublishedModel, PublishedTensor, TensorPiece
 from ckpt_formats.universal.published.records import HEAD, Head, ObjectRef, RankShare, RecordRef, StepName, StepRecord
 from ckpt_formats.universal.published.route import ref_of
@@ -58,7 +58,7 @@ class PublishedRun:
         side = {name: self.put(data) for name, data in (files or {}).items()}
         self.model = replace(model_of(weights, ranks, side), aliases=aliases or {})
         self.model_ref = self.put(self.model.to_bytes())
-        (run / file.NAME).write_bytes(file.dump(file.ChainIndex((), is_published=True)))
+        (run / chain_file.NAME).write_bytes(chain_file.dump(chain_file.ChainIndex((), is_published=True)))
         self.states: dict[StepName, Weights] = {}
         self.refs: dict[StepName, RecordRef] = {}
         self.folds: list[tuple[int, int]] = []

@@ -14,7 +14,7 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.universal.chain import folder
-from ckpt_formats.universal.chain.file import ChainIndex, Kind, Member
+from ckpt_formats.universal.chain.chain_file import ChainIndex, Kind, Member
 from ckpt_formats.universal.chain.members import open_member, open_one
 from ckpt_formats.universal.unchanged import EarlierMember
 

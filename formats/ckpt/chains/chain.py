@@ -17,8 +17,8 @@ from ckpt_formats.core.errors import NotFoundError
 from ckpt_formats.core.format import ReadOptions, WritableFormat
 from ckpt_formats.core.short_repr import cut
 from ckpt_formats.stores.location import listed_again, source_path, target_path
-from ckpt_formats.universal.chain import file, states
-from ckpt_formats.universal.chain.file import ChainIndex
+from ckpt_formats.universal.chain import chain_file, states
+from ckpt_formats.universal.chain.chain_file import ChainIndex
 
 
 class Chain(Mapping[int, Checkpoint]):
@@ -151,4 +151,4 @@ class Chain(Mapping[int, Checkpoint]):
 
 
 def _index(path: Path) -> ChainIndex:
-    return file.read(path) if path.exists() else ChainIndex(())
+    return chain_file.read(path) if path.exists() else ChainIndex(())

@@ -26,8 +26,8 @@ from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import STAGED, printable
 from ckpt_formats.registry.published import is_unfinished
 from ckpt_formats.stores.location import listed_again, place_at
-from ckpt_formats.universal.chain import file, folder
-from ckpt_formats.universal.chain.file import ChainIndex
+from ckpt_formats.universal.chain import chain_file, folder
+from ckpt_formats.universal.chain.chain_file import ChainIndex
 
 _LEASE = "lease"
 _CHANGING = "changing this chain"
@@ -60,13 +60,13 @@ class ChainChange:
 
     def replace(self, chain: ChainIndex) -> None:
         """Replace the list. It stays when this returns."""
-        data = file.dump(chain)
+        data = chain_file.dump(chain)
         self._put(data)
-        there = self.place.read(file.NAME)
+        there = self.place.read(chain_file.NAME)
         if there is None or there[0] != data:
             raise OutputError(
                 "the store has acknowledged the list of the chain, and then shows another one",
-                where=self.run / file.NAME,
+                where=self.run / chain_file.NAME,
                 hint=f"Look which states there are (ckpt log {self.run}), then run the same command again.",
             )
 
@@ -77,13 +77,13 @@ class ChainChange:
         list is put again, if it is still the one that was read; an empty one, if there is none.
         """
         if not self._is_confirmed and not self.place.is_consistent:
-            self._put(file.dump(self.chain or ChainIndex(())))
+            self._put(chain_file.dump(self.chain or ChainIndex(())))
 
     def _put(self, data: bytes) -> None:
         """Replace the list if it is still the one that this process has read or put."""
         self.right.check()
         try:
-            self.version = self.place.replace(file.NAME, data, self.version)
+            self.version = self.place.replace(chain_file.NAME, data, self.version)
         except FileExistsError:
             raise LockedError(
                 "another process has changed this chain meanwhile", where=self.run, hint="Run the same command again."
@@ -151,14 +151,14 @@ def change(run: Path, resources: Execution, create: bool = False, wait: float = 
 
 @contextmanager
 def _in_folder(run: Path, place: Place, resources: Execution, create: bool) -> Iterator[ChainChange]:
-    if not create and not (run / file.NAME).is_file():
-        file.read(run)  # raises the error that it is no chain
+    if not create and not (run / chain_file.NAME).is_file():
+        chain_file.read(run)  # raises the error that it is no chain
     created = folder.make(run) if create else False
-    if not created and not (run / file.NAME).is_file():
+    if not created and not (run / chain_file.NAME).is_file():
         folder.check_empty(run)
     try:
         with hold(place, folder.LOCK, run, resources.locks, _CHANGING) as right:
-            place.remove_drafts(file.NAME)
+            place.remove_drafts(chain_file.NAME)
             chain, version = _read(run, place)
             try:
                 yield ChainChange(run, place, right, chain, version, resources, run)
@@ -184,8 +184,8 @@ def _in_store(run: Path, place: Place, resources: Execution, create: bool) -> It
     assert isinstance(run, StorePath)
     if not run.key:
         raise OutputError("is a bucket", where=run, hint=f"Name a chain in it, such as {run}/run.chain.")
-    if not (run / file.NAME).is_file():  # the list is read when nobody can replace it any more
-        folder.peek(run) if create else file.read(run)  # raise if something else is there, or nothing
+    if not (run / chain_file.NAME).is_file():  # the list is read when nobody can replace it any more
+        folder.peek(run) if create else chain_file.read(run)  # raise if something else is there, or nothing
     notes = place.within(STAGED)
     try:
         with (
@@ -221,24 +221,24 @@ def _forget_beginning(changed: ChainChange) -> None:
     """Remove an empty list, which says only that there was none before."""
     with suppress(OSError):
         is_new = changed.version is not None and changed.chain is None
-        there = changed.place.read(file.NAME) if is_new else None
-        if there is not None and file.is_empty(there[0], changed.run / file.NAME):
-            changed.place.delete([file.NAME])
+        there = changed.place.read(chain_file.NAME) if is_new else None
+        if there is not None and chain_file.is_empty(there[0], changed.run / chain_file.NAME):
+            changed.place.delete([chain_file.NAME])
 
 
 def _read(run: Path, place: Place) -> tuple[ChainIndex | None, Version | None]:
     """The list, and the version by which it is replaced."""
-    path = run / file.NAME
+    path = run / chain_file.NAME
     if not path.is_file():
         return None, None
     if path.stat().st_size > MAX_LIST:
-        file.read(run)  # raises
-    read = place.read(file.NAME)
+        chain_file.read(run)  # raises
+    read = place.read(chain_file.NAME)
     if read is None:
         return None, None
     # A process that was killed may have left an empty list in a store.
-    is_empty = not place.is_consistent and file.is_empty(read[0], path)
-    chain = None if is_empty else file.parse(read[0], path)
+    is_empty = not place.is_consistent and chain_file.is_empty(read[0], path)
+    chain = None if is_empty else chain_file.parse(read[0], path)
     if chain is not None:
         check_appendable(run, chain)
     return chain, read[1]

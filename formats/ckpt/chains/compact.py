@@ -21,7 +21,7 @@ from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.boxes.whole import WholeParameters
 from ckpt_formats.universal.chain import folder
-from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
+from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.chain.members import OpenedMembers, add_hint, open_member, open_members, open_one
 from ckpt_formats.universal.chain.states import last_step, open_state, open_steps
 from ckpt_formats.universal.unchanged import EarlierMember

@@ -6,7 +6,7 @@ the quotient of the two, which decides, differs less.
 
 from collections.abc import Sequence
 
-from ckpt_formats.universal.chain.file import Member
+from ckpt_formats.universal.chain.chain_file import Member
 
 REPLAY_NS = 0.31
 """Nanoseconds for each byte of the values of a delta that is replayed."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ckpt_formats.core.notebook import panel, table
 from ckpt_formats.core.text import format_nbytes
-from ckpt_formats.universal.chain.file import ChainIndex, Member
+from ckpt_formats.universal.chain.chain_file import ChainIndex, Member
 
 
 def of_chain(path: Path, index: ChainIndex, steps: int, last: int | None) -> str:

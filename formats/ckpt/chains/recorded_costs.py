@@ -11,7 +11,7 @@ from pathlib import Path
 from ckpt.chains.segments import open_segments, steps_nbytes
 from ckpt_formats.core.errors import NotFoundError
 from ckpt_formats.core.files import Reader
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.members import member_at, open_member
 from ckpt_formats.universal.gradients.record import Kind
 from ckpt_formats.universal.gradients.segment import Segment
@@ -55,7 +55,7 @@ def recorded_costs(
         NotFoundError: The chain has no recorded step.
         CkptError: It cannot be read.
     """
-    chain = index.read(run)
+    chain = chain_file.read(run)
     segments = [view.segment for view in open_segments(run, chain) if view.segment is not None]
     segments = [segment for segment in segments if segment.last > segment.first]
     if not segments:

@@ -13,7 +13,7 @@ from ckpt.pipeline.executors import run_tasks
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Reader
-from ckpt_formats.universal.chain.file import ChainIndex
+from ckpt_formats.universal.chain.chain_file import ChainIndex
 from ckpt_formats.universal.chain.members import OpenedMembers, member_at
 from ckpt_formats.universal.chain.states import open_steps
 from ckpt_formats.universal.gradients.replay import SegmentReplay, StartState

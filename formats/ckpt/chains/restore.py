@@ -16,9 +16,8 @@ from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.text import format_nbytes
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
-from ckpt_formats.universal.chain import address, members, states
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex, Member
+from ckpt_formats.universal.chain import address, chain_file, members, states
+from ckpt_formats.universal.chain.chain_file import ChainIndex, Member
 from ckpt_formats.universal.replay import StoredDelta
 from ckpt_formats.universal.write_replayed import stored_delta_of
 
@@ -46,13 +45,13 @@ def open_step(path: Path, step: int | None, options: ReadOptions) -> ChainState:
                 where=path,
                 hint="Name the step in the path or with `step` (--step).",
             )
-        path, step = named.run, states.step_of(index.load(named.run / index.NAME), named)
-    if not (path / index.NAME).is_file():
+        path, step = named.run, states.step_of(chain_file.load(named.run / chain_file.NAME), named)
+    if not (path / chain_file.NAME).is_file():
         checkpoint = open_checkpoint(path, options)
         if step is not None and checkpoint.origin.step != step:
             raise NotFoundError(f"not a chain, and its step is {checkpoint.origin.step}, not {step}", where=path)
         return ChainState(checkpoint, path)
-    chain = index.load(path / index.NAME)
+    chain = chain_file.load(path / chain_file.NAME)
     if chain.segments or chain.is_published:
         step = states.last_step(path, chain) if step is None else step
         if all(member.step != step for member in chain.members):

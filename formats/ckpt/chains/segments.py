@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
+from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps
 
 if TYPE_CHECKING:
     from ckpt_formats.universal.gradients.segment import Segment

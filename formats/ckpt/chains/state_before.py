@@ -25,7 +25,7 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.stores.location import listed_again
 from ckpt_formats.universal import manifest
-from ckpt_formats.universal.chain.file import AppendedFrom, ChainIndex, Member, step_of
+from ckpt_formats.universal.chain.chain_file import AppendedFrom, ChainIndex, Member, step_of
 from ckpt_formats.universal.chain.folder import PACKS
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_formats.universal.checked import KnownBlob, KnownTensor, StateDiffers

@@ -16,7 +16,7 @@ from ckpt_formats.core.errors import CkptError, CorruptError
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.stores.location import listed_again
 from ckpt_formats.universal import Universal, manifest
-from ckpt_formats.universal.chain.file import ChainIndex, Member, Tip
+from ckpt_formats.universal.chain.chain_file import ChainIndex, Member, Tip
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_formats.universal.stored import StoredParameters, StoredSeals, state_errors
 

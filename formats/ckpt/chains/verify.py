@@ -21,8 +21,8 @@ from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.core.tensor import Blob
 from ckpt_formats.universal.boxes.whole import as_stored
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex, Member
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex, Member
 from ckpt_formats.universal.chain.folder import PACKS, pack_number
 from ckpt_formats.universal.chain.members import OpenedMembers, open_members
 from ckpt_formats.universal.chunked import EncodedBlob
@@ -77,7 +77,7 @@ def verify_chain(
     run: Path, resources: Resources, progress: AnyProgress | None = None, replay: bool = False
 ) -> ChainReport:
     """Check all of a chain. With `replay`, also repeat its logged steps, and compare."""
-    chain = index.read(run)
+    chain = chain_file.read(run)
     if chain.is_published:
         result = verify_published(run, resources, progress)
         strange = tuple(FirstNotFinite(step, counts) for step, counts in result.not_finite)

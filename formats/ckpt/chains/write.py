@@ -30,8 +30,8 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.stores.location import listed_again
 from ckpt_formats.universal import Universal, manifest
-from ckpt_formats.universal.chain import file
-from ckpt_formats.universal.chain.file import ChainIndex, Member
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex, Member
 from ckpt_formats.universal.delta_format import Delta, fitted_to_checkpoint, warnings_for
 from ckpt_formats.universal.error_figures import worst
 from ckpt_formats.universal.manifest import Manifest, Parent
@@ -128,8 +128,8 @@ class AppendResult(Checked):
 def parent_folder(checkpoint: Checkpoint) -> Path:
     """The folder that a delta can name as its parent. Raises `UnsupportedError` if the checkpoint has no content id."""
     path = checkpoint.path
-    if (path / file.NAME).is_file():
-        return path / file.load(path / file.NAME).members[-1].folder
+    if (path / chain_file.NAME).is_file():
+        return path / chain_file.load(path / chain_file.NAME).members[-1].folder
     if not (path / manifest.NAME).is_file():
         raise UnsupportedError(
             "a delta's parent is a universal checkpoint or a chain, and this is neither",

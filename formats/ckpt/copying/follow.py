@@ -33,8 +33,8 @@ from ckpt_formats.stores.e_tags import RunningTag
 from ckpt_formats.stores.joined import part_name, parts_of
 from ckpt_formats.stores.listed_store import StoredObject
 from ckpt_formats.stores.location import listed_again, source_path, target_path
-from ckpt_formats.universal.chain import file as chain_list
-from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.chain.folder import is_growing
 from ckpt_formats.universal.chain.states import open_steps
 
@@ -115,12 +115,12 @@ class _ChainCopy:
     def bring(self, run: Path) -> CopyUpdate:
         """Put what is new. If the chain is changed meanwhile so that files are gone, it is read again."""
         while True:
-            chain = chain_list.read(run)
+            chain = chain_file.read(run)
             try:
                 return self._bring(run, chain)
             except (NotFoundError, IncompleteError, FileNotFoundError):
                 run = listed_again(run)
-                if chain_list.read(run) == chain:
+                if chain_file.read(run) == chain:
                     raise
 
     def _bring(self, run: Path, chain: ChainIndex) -> CopyUpdate:

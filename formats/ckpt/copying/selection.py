@@ -24,8 +24,8 @@ from ckpt_formats.registry.listed import is_mark
 from ckpt_formats.registry.location import locate
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.registry.unread_files import OTHER_CHECKPOINTS, UNREAD
-from ckpt_formats.universal.chain import file as chain_list
-from ckpt_formats.universal.chain.file import LoggedSteps
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import LoggedSteps
 from ckpt_formats.universal.chain.folder import LOCK
 from ckpt_formats.universal.chain.members import open_members
 from ckpt_formats.universal.chain.states import open_steps
@@ -173,10 +173,10 @@ class _SourceContents:
     @classmethod
     def of_chain(cls, run: Path) -> "_SourceContents":
         """The list as it is now, and all that it names."""
-        place = run / chain_list.NAME
+        place = run / chain_file.NAME
         with unrecorded():
             data = read_whole(place, MAX_LIST)
-        chain = chain_list.parse(data, place)
+        chain = chain_file.parse(data, place)
         if chain.is_published:
             return cls._of_published(run, place, data)
         members = open_members(run, chain)

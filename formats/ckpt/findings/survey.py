@@ -19,12 +19,12 @@ from ckpt_formats.core.errors import CkptError, CorruptError
 from ckpt_formats.core.files import Reader, open_regular, read_whole
 from ckpt_formats.core.seal_checks import seal_is_valid
 from ckpt_formats.universal import manifest
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 
 _MAX_FILES = 1 << 20
 _MAX_JSON = 1 << 26
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
-_SEALED = (manifest.NAME, index.NAME)
+_SEALED = (manifest.NAME, chain_file.NAME)
 
 
 def survey(path: Path, error: CkptError, resources: Resources) -> list[Finding]:

@@ -30,7 +30,7 @@ from ckpt_formats.core.place import Place, Version
 from ckpt_formats.core.publish import flush
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.location import place_at
-from ckpt_formats.universal.chain import file, folder
+from ckpt_formats.universal.chain import chain_file, folder
 from ckpt_formats.universal.published.model import MAX_MODEL, PublishedModel, model_digest
 from ckpt_formats.universal.published.records import (
     FOLDER,
@@ -573,20 +573,20 @@ def _create_chain(run: Path, place: Place) -> None:
     """Create `chain.json` and the folders, unless they are there. Raises unless it is that of a published chain."""
     if isinstance(run, StorePath) and not run.key:
         raise OutputError("is a bucket", where=run, hint=f"Name a chain in it, such as {run}/policy.chain.")
-    there = place.read(file.NAME)
+    there = place.read(chain_file.NAME)
     if there is None:
         if run.exists():
             _check_no_other(run)
         if place.local is not None:
             folder.make(run)
             _make_folders(run)
-        data = file.dump(file.ChainIndex((), is_published=True))
+        data = chain_file.dump(chain_file.ChainIndex((), is_published=True))
         try:
-            place.replace(file.NAME, data, None)
+            place.replace(chain_file.NAME, data, None)
             return
         except FileExistsError:
-            there = place.read(file.NAME)
-    if there is None or len(there[0]) > MAX_LIST or not file.parse(there[0], run / file.NAME).is_published:
+            there = place.read(chain_file.NAME)
+    if there is None or len(there[0]) > MAX_LIST or not chain_file.parse(there[0], run / chain_file.NAME).is_published:
         raise UnsupportedError(
             "is a chain of checkpoints, into which no steps are published",
             where=run,
@@ -599,7 +599,7 @@ def _create_chain(run: Path, place: Place) -> None:
 def _check_no_other(run: Path) -> None:
     """Raise `OutputError` if a folder has something else than the beginning of a published chain."""
     if not run.is_dir() or any(
-        one.name != FOLDER and not one.name.startswith(f".{file.NAME}-") for one in run.iterdir()
+        one.name != FOLDER and not one.name.startswith(f".{chain_file.NAME}-") for one in run.iterdir()
     ):
         raise OutputError(
             "exists already, and is not a published chain", where=run, hint="Name a folder that does not exist yet."

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ckpt_formats.core.errors import CkptError, NotFoundError
 from ckpt_formats.core.own_folder import is_draft
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex
 
 MAX_FILES = 500_000
 """The maximum number of files in a listing."""
@@ -126,7 +126,7 @@ class ChainFiles:
         Raises `NotFoundError` if it is not a folder of the chain.
         """
         chain = self._index()
-        roots = [index.NAME, _PUBLISHED] if chain.is_published else [index.NAME, *sorted(_folders(chain))]
+        roots = [chain_file.NAME, _PUBLISHED] if chain.is_published else [chain_file.NAME, *sorted(_folders(chain))]
         if name:
             if name not in roots[1:]:
                 raise absent_file()
@@ -154,21 +154,23 @@ class ChainFiles:
 
     def _lifetime(self, name: str) -> Lifetime:
         chain, first = self._index(), name.partition("/")[0]
-        served = {index.NAME} if name == index.NAME else {_PUBLISHED} if chain.is_published else _folders(chain)
+        served = (
+            {chain_file.NAME} if name == chain_file.NAME else {_PUBLISHED} if chain.is_published else _folders(chain)
+        )
         if first not in served or not is_plain(name):
             raise absent_file()
         return _lifetime_in(name, chain, _growing(chain))
 
     def _index(self) -> ChainIndex:
         """The list of the chain. It is read again when the file is another one."""
-        path = self.folder / index.NAME
+        path = self.folder / chain_file.NAME
         try:
             tag = FileVersion.of(os.stat(path), Lifetime.REPLACED).e_tag
         except OSError:
             raise NotFoundError("the chain is gone, or there is none", where=self.folder) from None
         seen = self._seen
         if seen is None or seen[0] != tag:
-            seen = self._seen = (tag, index.read(self.folder))  # an older tag would only be requested again
+            seen = self._seen = (tag, chain_file.read(self.folder))  # an older tag would only be requested again
         return seen[1]
 
 

@@ -13,8 +13,8 @@ from ckpt.serving.chain_files import ChainFiles, FileVersion, Lifetime, OpenedFi
 from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import CkptError, NotFoundError
 from ckpt_formats.core.place import ObjectEntry, Place, Version
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex
 from ckpt_formats.universal.published.records import HEAD, MAX_HEAD
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ _LOOK_SECONDS = 0.2
 """From one look at a file that is replaced to the next, for all readers together: a look costs a request."""
 _MAX_KNOWN = 100_000
 """Files that are never replaced, of which the server remembers the sizes."""
-_SMALL = {HEAD: MAX_HEAD, index.NAME: MAX_LIST}
+_SMALL = {HEAD: MAX_HEAD, chain_file.NAME: MAX_LIST}
 """Files that are read as a whole, with the most bytes that they may have."""
 
 
@@ -74,7 +74,7 @@ class StoredChainFiles(ChainFiles):
         return entry is not None and _version_of(entry) == version
 
     def _versions(self, root: str) -> Iterator[tuple[str, FileVersion]]:
-        if root == index.NAME:
+        if root == chain_file.NAME:
             content = self._content(root)
             yield root, _version(len(content.data), content.version.e_tag)
             return
@@ -83,10 +83,10 @@ class StoredChainFiles(ChainFiles):
                 yield f"{root}/{name}", _version_of(entry)
 
     def _index(self) -> ChainIndex:
-        content = self._content(index.NAME)
+        content = self._content(chain_file.NAME)
         tag, seen = _version(len(content.data), content.version.e_tag).e_tag, self._seen
         if seen is None or seen[0] != tag:
-            seen = self._seen = (tag, index.parse(content.data, self.folder / index.NAME))
+            seen = self._seen = (tag, chain_file.parse(content.data, self.folder / chain_file.NAME))
         return seen[1]
 
     def _content(self, name: str) -> _Content:
@@ -105,7 +105,7 @@ class StoredChainFiles(ChainFiles):
                     there = self._request(lambda: self.place.read_if_changed(name, version, _SMALL[name]))
             except FileNotFoundError:
                 self._contents.pop(name, None)
-                if name == index.NAME:
+                if name == chain_file.NAME:
                     raise NotFoundError("the chain is gone, or there is none", where=self.place.where()) from None
                 raise absent_file() from None
             if there is not None:

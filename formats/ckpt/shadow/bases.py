@@ -16,7 +16,7 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.stores.location import place_at
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain import folder
-from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
+from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
 
 _WAIT_SECONDS = 60.0
 """How long to wait for another process that changes the chain."""

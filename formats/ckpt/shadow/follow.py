@@ -12,7 +12,7 @@ from ckpt.pipeline.targets import check_target
 from ckpt.shadow.shadow import Shadow, ShadowStatus
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError
 from ckpt_formats.universal import Universal
-from ckpt_formats.universal.chain.file import Member
+from ckpt_formats.universal.chain.chain_file import Member
 
 _SHORTEST, _LONGEST = 0.001, 0.25
 """Seconds between two looks at the files, while nothing appears: twice as long each time."""

@@ -36,8 +36,8 @@ from ckpt_formats.stores.http_place import HttpPlace, check_range
 from ckpt_formats.stores.http_store import listing_of
 from ckpt_formats.stores.listed_store import StoredObject
 from ckpt_formats.stores.repetition import RetryPolicy
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.segment import rank_file
 
@@ -139,7 +139,7 @@ class LogMirror:
         if self._error is not None:
             raise self._error
         path = self.path
-        return path if (path / index.NAME).exists() else None
+        return path if (path / chain_file.NAME).exists() else None
 
     @property
     def is_behind(self) -> bool:
@@ -299,9 +299,9 @@ class LogMirror:
         members = tuple(needed[step] for step in sorted(needed))
         contents = {one.content for one in members}
         segments = tuple(one if one.parent in contents else replace(one, parent=None) for one in here)
-        draft = self.path / f"{index.NAME}.tmp"
-        draft.write_bytes(index.dump(ChainIndex(members, segments)))
-        os.replace(draft, self.path / index.NAME)
+        draft = self.path / f"{chain_file.NAME}.tmp"
+        draft.write_bytes(chain_file.dump(ChainIndex(members, segments)))
+        os.replace(draft, self.path / chain_file.NAME)
 
     def _free(self, chain: ChainIndex) -> bool:
         """Free what was applied: gradients, and all of the segment before. Returns False if that was dropped since."""
@@ -332,10 +332,10 @@ class LogMirror:
 
     def _read_list(self) -> tuple[ChainIndex, str]:
         """The list of the chain there, and its e_tag."""
-        read = self._server.read(index.NAME)
+        read = self._server.read(chain_file.NAME)
         if read is None:
             raise NotFoundError("the server has no chain there", where=self._where)
-        chain = index.parse(read[0], Path(self._server.where(index.NAME)))
+        chain = chain_file.parse(read[0], Path(self._server.where(chain_file.NAME)))
         if not chain.segments:
             raise UnsupportedError("the chain has no log of gradients", where=self._where)
         return chain, read[1].e_tag or ""

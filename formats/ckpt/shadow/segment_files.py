@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ckpt_formats.universal.chain.file import LoggedSteps, Member
+from ckpt_formats.universal.chain.chain_file import LoggedSteps, Member
 from ckpt_formats.universal.gradients.record import ENTRY, FILE_HEAD, HEAD, RECORD_MAGIC, Kind
 
 _READ = 8 << 20

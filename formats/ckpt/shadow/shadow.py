@@ -16,8 +16,8 @@ from ckpt_formats.core.arguments import StrPath
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, NotFoundError, UnsupportedError
 from ckpt_formats.stores.location import local_path
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_formats.universal.gradients.held import HeldState
 from ckpt_formats.universal.gradients.parts import StatePart
@@ -202,7 +202,7 @@ class Shadow:
 
         with self.frozen() as checkpoint:
             member = add_base(self.path, checkpoint, state.step, state.tail.folder.name, check, self.resources)
-        state.rebase(open_member(self.path, index.read(self.path), member))
+        state.rebase(open_member(self.path, chain_file.read(self.path), member))
         return member
 
     @contextmanager
@@ -350,8 +350,8 @@ class Shadow:
                     self._state = None
 
     def _read_list(self) -> ChainIndex:
-        self._seen = _identity(self.path / index.NAME)
-        chain = index.read(self.path)
+        self._seen = _identity(self.path / chain_file.NAME)
+        chain = chain_file.read(self.path)
         if not chain.segments:
             raise NotFoundError(
                 "the chain has no log of gradients", where=self.path, hint="`ckpt_recorder.Recorder` records one."
@@ -361,7 +361,7 @@ class Shadow:
         return chain
 
     def _list_changed(self) -> bool:
-        return self._seen is None or self._seen != _identity(self.path / index.NAME)
+        return self._seen is None or self._seen != _identity(self.path / chain_file.NAME)
 
 
 def _described(state: HeldState) -> tuple[Checkpoint, PartOfState | None]:

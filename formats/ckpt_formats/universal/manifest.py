@@ -28,7 +28,7 @@ from ckpt_formats.universal import columns
 from ckpt_formats.universal.boxes import table as boxes
 from ckpt_formats.universal.boxes.check_table import check_boxes
 from ckpt_formats.universal.boxes.table import BoxTable
-from ckpt_formats.universal.chain.file import step_of
+from ckpt_formats.universal.chain.chain_file import step_of
 from ckpt_formats.universal.check_index import Owner, Pack
 from ckpt_formats.universal.check_index import check as check_index
 from ckpt_formats.universal.content import content_id

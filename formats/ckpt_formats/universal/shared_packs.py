@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.universal.chain.file import SharedPacks
+from ckpt_formats.universal.chain.chain_file import SharedPacks
 from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.entry import StateEntry
 from ckpt_formats.universal.index import Index

@@ -27,7 +27,7 @@ from ckpt_codecs.delta import StepInfo
 from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, OutputError
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.universal.boxes import PackReceipt, RankPack, RankValues
-from ckpt_formats.universal.chain.file import ChainIndex
+from ckpt_formats.universal.chain.chain_file import ChainIndex
 from ckpt_formats.universal.manifest import Manifest, Parent
 from ckpt_training.writing.rank_notes import RankNotes, merged
 from ckpt_training.writing.ring import Ring

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import states
+from ckpt_formats.universal.chain import chain_file, states
 from ckpt_recorder import Bases, Recorder
 from ckpt_training import load
 from training_loops.run import STEPS, Run, adamw, add, batch, loop, loss_of, mlp, norm_net, train
@@ -81,7 +80,7 @@ def killed(end: Callable[[], Any]) -> Callable[[Run], None]:
         last, stop = -1, time.monotonic() + 5
         while time.monotonic() < stop and last < STEPS:
             time.sleep(0.05)
-            last = states.last_step(run.chain, index.read(run.chain)) or 0
+            last = states.last_step(run.chain, chain_file.read(run.chain)) or 0
         run.resumes = False
 
     return body
@@ -122,7 +121,7 @@ def reference_dropped(run: Run) -> None:
     last, stop = -1, time.monotonic() + 5
     while time.monotonic() < stop and last < STEPS:
         time.sleep(0.05)
-        last = states.last_step(run.chain, index.read(run.chain)) or 0
+        last = states.last_step(run.chain, chain_file.read(run.chain)) or 0
 
 
 @loop()

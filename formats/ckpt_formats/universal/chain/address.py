@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.universal.chain import file as index
+from ckpt_formats.universal.chain import chain_file
 
 _ADDRESS = re.compile(r"(.+)@(?:(\d{1,18})|last(?:~(\d{1,18}))?)", re.DOTALL)
 
@@ -27,7 +27,7 @@ def parse(path: Path) -> Address | None:
     True
     """
     match = _ADDRESS.fullmatch(path.name)
-    if match is None or path.exists() or not ((run := path.with_name(match[1])) / index.NAME).is_file():
+    if match is None or path.exists() or not ((run := path.with_name(match[1])) / chain_file.NAME).is_file():
         return None
     if match[2] is not None:
         return Address(run, int(match[2]))

@@ -10,26 +10,26 @@ from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.core.text import PARTIAL, STAGED
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain.file import ChainIndex, SharedPacks
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex, SharedPacks
 
 LOCK = "chain.lock"
 MANIFEST = "manifest.json"
 PACKS = "packs"
 """The folder of the packs in that of a member."""
 _PACK = re.compile(r"([0-9]{5,10})\.safetensors")
-_DRAFT = re.compile(rf"{re.escape(index.NAME)}\.tmp|\.{re.escape(index.NAME)}-[0-9a-f]{{32}}\.draft")
+_DRAFT = re.compile(rf"{re.escape(chain_file.NAME)}\.tmp|\.{re.escape(chain_file.NAME)}-[0-9a-f]{{32}}\.draft")
 """The list before it replaces the last one. The first name is that of ckpt 1.0.0."""
 REPLAYED = ".replayed{}.tmp"
 """Where `compact` keeps the values of states that it replayed, while it runs."""
 _REPLAYED = re.compile(r"\.replayed\d{1,6}\.tmp")
-_STAGED = re.compile(rf"\.({index.FOLDER.pattern}|{index.TIP_FOLDER.pattern}){re.escape(PARTIAL)}")
+_STAGED = re.compile(rf"\.({chain_file.FOLDER.pattern}|{chain_file.TIP_FOLDER.pattern}){re.escape(PARTIAL)}")
 
 
 def peek(run: Path) -> ChainIndex | None:
     """The chain in a folder, without a lock; None if one could begin there. Raises as `locked`."""
-    if (run / index.NAME).is_file():
-        return index.load(run / index.NAME)
+    if (run / chain_file.NAME).is_file():
+        return chain_file.load(run / chain_file.NAME)
     if run.exists():
         check_empty(run)
     return None
@@ -88,7 +88,7 @@ def pack_number(name: str) -> int | None:
 def _is_of_chain(name: str) -> bool:
     """Whether a file of this name may be part of a chain, or a leftover of one."""
     patterns = (
-        *(index.FOLDER, index.SEGMENT_FOLDER, index.TIP_FOLDER, index.PIECES_FOLDER),
+        *(chain_file.FOLDER, chain_file.SEGMENT_FOLDER, chain_file.TIP_FOLDER, chain_file.PIECES_FOLDER),
         *(_STAGED, _REPLAYED, _DRAFT),
     )
     return any(pattern.fullmatch(name) for pattern in patterns)

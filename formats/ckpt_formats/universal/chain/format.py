@@ -5,8 +5,7 @@ from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import Format, ReadOptions
-from ckpt_formats.universal.chain import file as index
-from ckpt_formats.universal.chain import members, states
+from ckpt_formats.universal.chain import chain_file, members, states
 from ckpt_formats.universal.chain.address import Address
 
 
@@ -20,10 +19,10 @@ class ChainFormat(Format):
         self._address = address
 
     def detect(self, path: Path) -> bool:
-        return (path / index.NAME).is_file()
+        return (path / chain_file.NAME).is_file()
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        chain = index.load(path / index.NAME)
+        chain = chain_file.load(path / chain_file.NAME)
         if self._address is None and not (chain.segments or chain.is_published):
             return members.open_last(path, chain)
         step = states.step_of(chain, self._address or Address(path, None))

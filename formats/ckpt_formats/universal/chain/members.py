@@ -10,7 +10,7 @@ from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, N
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.identity import Identities, Identity, recording
 from ckpt_formats.universal import Universal, manifest
-from ckpt_formats.universal.chain.file import ChainIndex, Member
+from ckpt_formats.universal.chain.chain_file import ChainIndex, Member
 from ckpt_formats.universal.format import read_lineage
 from ckpt_formats.universal.lineage import Ancestor, LoadedFiles, lineage, lineage_of_parent
 

@@ -7,7 +7,7 @@ from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError
 from ckpt_formats.core.format import identified
 from ckpt_formats.universal.chain import members
 from ckpt_formats.universal.chain.address import Address
-from ckpt_formats.universal.chain.file import ChainIndex, LoggedSteps, Member
+from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.gradients.segment import Segment, open_segment
 from ckpt_formats.universal.gradients.state import Base, checkpoint_at
 from ckpt_formats.universal.published.records import Head
