@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_formats.core.errors import CorruptError
-from ckpt_formats.names.expressions import Expression, evaluate, names_of, natural, parse_expression
+from ckpt_formats.names.expressions import Expression, InnerScope, evaluate, names_of, natural, parse_expression
 
 CONFIG: dict[str, object] = {
     "heads": 8,
@@ -176,3 +176,19 @@ def test_natural_is_an_integer_from_zero_on(value: object) -> None:
     assert natural(parse_expression("n"), {"n": 0}) == 0
     with pytest.raises(CorruptError, match="`n`"):
         natural(parse_expression("n"), {"n": value})
+
+
+@given(
+    outer=st.dictionaries(st.sampled_from("abc"), st.integers()),
+    own=st.dictionaries(st.sampled_from("bcd"), st.integers()),
+)
+def test_inner_scope_is_as_a_merged_dict_and_follows_the_outer_one(
+    outer: dict[str, object], own: dict[str, object]
+) -> None:
+    inner, merged = InnerScope(outer, own), {**outer, **own}
+    assert (dict(inner), len(inner)) == (merged, len(merged))
+    assert [inner.get(name, 7) for name in "abcde"] == [merged.get(name, 7) for name in "abcde"]
+    outer["new"] = 1
+    assert inner["new"] == 1  # shared, not copied
+    with pytest.raises(KeyError):
+        inner["e"]

@@ -7,7 +7,7 @@ operation: nothing is repeated or concatenated, and no result exceeds 2**62.
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -39,6 +39,31 @@ class Expression:
     """The names that it reads from a scope, in the order of the text, each once."""
     compute: _Compute = field(compare=False, repr=False)
     """Returns the value in a scope. Raises `UnsuitableValueError` and `RecursionError`: see `evaluate`."""
+
+
+class InnerScope(Mapping[str, object]):
+    """A scope with further names, as those of a layer, an expert or a step of a comprehension.
+
+    It shares the outer scope, which is not copied: a model of many experts has an inner scope for each of its tensors.
+    """
+
+    __slots__ = ("_outer", "_own")
+
+    def __init__(self, outer: Scope, own: Scope) -> None:
+        self._outer, self._own = outer, own
+
+    def __getitem__(self, name: str) -> object:
+        return self._own[name] if name in self._own else self._outer[name]
+
+    # The one of `Mapping` raises an exception for each name that is missing.
+    def get(self, name: str, default: object = None) -> object:
+        return self._own[name] if name in self._own else self._outer.get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self._outer, *self._own]))
+
+    def __len__(self) -> int:
+        return len(self._outer.keys() | self._own.keys())
 
 
 class UnsuitableValueError(Exception):
@@ -237,11 +262,12 @@ def _comprehension(node: ast.ListComp) -> _Compute:
     condition = _compiled(loop.ifs[0]) if loop.ifs else None
 
     def value(scope: Scope) -> list[object]:
-        own, result = dict(scope), []
+        own: dict[str, object] = {}
+        inner, result = InnerScope(scope, own), []
         for item in _steps(items(scope)):
             own[name] = item
-            if condition is None or condition(own):
-                result.append(element(own))
+            if condition is None or condition(inner):
+                result.append(element(inner))
         return result
 
     return value

@@ -9,7 +9,7 @@ from itertools import groupby
 from ckpt_formats.core.claims import MAX_EXPECTED_NAMES
 from ckpt_formats.core.errors import UnsafeError, UnsupportedError
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.names.expressions import Expression, Scope, evaluate, natural
+from ckpt_formats.names.expressions import Expression, InnerScope, Scope, evaluate, natural
 from ckpt_formats.names.hyperparameters import Values
 from ckpt_formats.names.packings import Node, Packing, atoms_of
 from ckpt_formats.names.tables import Dialect, NameRule, Place, blocks, dialect, places_of_atoms
@@ -109,7 +109,9 @@ class Model:
 
     def _atoms(self, place: Place, layer: int | None) -> Iterator[str]:
         # A layer for multi-token prediction is like the last one of the model.
-        scope = self.values if layer is None else {**self.values, "layer": min(layer, self.values["layers"] - 1)}
+        scope: Scope = self.values
+        if layer is not None:
+            scope = InnerScope(scope, {"layer": min(layer, self.values["layers"] - 1)})
         for block in blocks():
             is_there = block.place == place or (place, block.place) == ("mtp", "layer")
             if is_there and evaluate(block.when, scope):
@@ -133,10 +135,11 @@ class Model:
     def _of_place(
         self, own: Dialect, rules: Sequence[NameRule], place: Place, layer: int | None, present: frozenset[str]
     ) -> Iterator[ModelTensor]:
-        scope, numbers = self.values, {"base": own.prefixes.get("base", self.base_prefix)}
+        scope: Scope = self.values
+        numbers = {"base": own.prefixes.get("base", self.base_prefix)}
         if layer is not None:
             number = layer - self.values["layers"]
-            scope = {**self.values, "layer": layer, "mtp": number}
+            scope = InnerScope(scope, {"layer": layer, "mtp": number})
             numbers |= {"layer": str(layer), "mtp": str(number)}
         for rule in rules:
             for packing in rule.packings:
@@ -146,7 +149,7 @@ class Model:
                 patterns = [own.prefixes[place] + name if is_inside else name for name in rule.names]
                 for expert in range(self.values["experts"]) if "{expert}" in rule.names[0] else (None,):
                     filled = {**numbers, "expert": str(expert)}
-                    inner = scope if expert is None else {**scope, "expert": expert}
+                    inner = scope if expert is None else InnerScope(scope, {"expert": expert})
                     names = tuple(_filled(pattern, filled) for pattern in patterns)
                     yield ModelTensor(names, packing.node, inner, tuple(_keys(packing.node, inner)))
 
@@ -169,7 +172,7 @@ def _keys(node: Node, scope: Scope) -> Iterator[AtomKey]:
         assert node.size is not None
         for expert in range(natural(node.size, scope)):
             for part in node.parts:
-                yield from _keys(part, {**scope, "expert": expert})
+                yield from _keys(part, InnerScope(scope, {"expert": expert}))
         return
     if isinstance(node, Packing):
         for part in node.parts:

@@ -35,7 +35,7 @@ from ckpt_formats.core.views import (
     unstacked_all,
     with_shape,
 )
-from ckpt_formats.names.expressions import Expression, Scope, evaluate, expression_of, natural, shown_value
+from ckpt_formats.names.expressions import Expression, InnerScope, Scope, evaluate, expression_of, natural, shown_value
 
 _SIZED = frozenset(["by", "each", "rope", "shaped"])
 _KINDS = _SIZED | {"T", "pad", "copy"}
@@ -97,7 +97,7 @@ def stored_shape(node: Node, scope: Scope, shape: ShapeOf) -> Shape:
     if isinstance(node, Atom):
         return shape(node.name, scope)
     if node.kind == "each":
-        return (_stack_size(node, scope), *stored_shape(node.parts[0], {**scope, "expert": 0}, shape))
+        return (_stack_size(node, scope), *stored_shape(node.parts[0], InnerScope(scope, {"expert": 0}), shape))
     shapes = [stored_shape(part, scope, shape) for part in node.parts]
     if node.kind == "by":
         _groups(node, scope, shapes)
@@ -146,7 +146,7 @@ def _packed(node: Node, scope: Scope, get: TensorOf, shape: ShapeOf) -> Tensor:
         return tensor
     if node.kind == "each":
         experts = range(_stack_size(node, scope))
-        tensors = [_packed(node.parts[0], {**scope, "expert": expert}, get, shape) for expert in experts]
+        tensors = [_packed(node.parts[0], InnerScope(scope, {"expert": expert}), get, shape) for expert in experts]
         _check_alike(node, tensors)
         return Tensor.of(LayersBlob((len(tensors),), {(i,): tensor for i, tensor in enumerate(tensors)}))
     tensors = [_packed(part, scope, get, shape) for part in node.parts]
@@ -170,7 +170,7 @@ def _unpacked(node: Node, tensor: Tensor, scope: Scope, shape: ShapeOf) -> Itera
     elif node.kind == "each":
         _check_fits(tensor.shape[:1] == (_stack_size(node, scope),))
         for expert, one in enumerate(unstacked_all(tensor)):
-            yield from _unpacked(node.parts[0], one, {**scope, "expert": expert}, shape)
+            yield from _unpacked(node.parts[0], one, InnerScope(scope, {"expert": expert}), shape)
     elif node.kind == "by":
         shapes = [stored_shape(part, scope, shape) for part in node.parts]
         groups = _groups(node, scope, shapes)
