@@ -372,6 +372,18 @@ def test_dcp_takes_items_for_equal_when_every_byte_is(at: int, tmp_path: Path) -
     assert not objects.same(one, ItemRange("one", 0, at))
 
 
+@pytest.mark.parametrize("value", [3, [None], [b"x"], [(1, "a")], {"a": 1}, [[1]]], ids=repr)
+def test_dcp_gives_each_place_its_own_value_of_equal_items(value: Any, tmp_path: Path) -> None:
+    torch.save(value, tmp_path / "one")
+    item = ItemRange("one", 0, (tmp_path / "one").stat().st_size)
+    objects = ObjectReader(ItemReader(tmp_path))
+    first, second = objects.read("first", item).value, objects.read("second", item).value
+    assert first == second == value
+    # Only a value that somebody can change must be two; the others are parsed once.
+    assert (first is second) == (not isinstance(value, (list, dict)))
+    assert (len(objects._known) == 1) == (value not in ({"a": 1}, [[1]]))
+
+
 def test_dcp_parses_items_that_differ_in_values_alone_once(tmp_path: Path, monkeypatch: Any) -> None:
     parsed: list[object] = []
     monkeypatch.setattr(items, "open_item", lambda window: parsed.append(window) or open_item(window))

@@ -62,11 +62,11 @@ class ObjectReader:
                 if window.length > MAX_BYTES:
                     raise UnsafeError(f"has {window.length:,} bytes: it would exhaust memory", where=path)
                 data = window.at(0, window.length) if window.length <= _MAX_CACHED_BYTES else None
-                result = None if data is None else self._known.get(data)
-                if result is None:
-                    result = _read(window, item)
-                    if data is not None and _is_constant(result.value):
-                        self._known[data] = result
+                if data is not None and (known := self._known.get(data)):
+                    return replace(known, value=list(known.value)) if isinstance(known.value, list) else known
+                result = _read(window, item)
+                if data is not None and _is_cached(result.value):
+                    self._known[data] = result
             return result
         except CkptError as error:
             error.where = f"{path}, `{printable(name)}`"
@@ -122,6 +122,11 @@ def _decompressed(frame: Frame, value: Value) -> Value:
     (fragment,) = tensor_of(value).fragments
     assert isinstance(fragment.blob, FileBlob)
     return Tensor.of(DecompressedBlob(frame, replace(fragment.blob, seal=None)))
+
+
+def _is_cached(value: Value) -> bool:
+    """Is it a constant, or a list of constants? Megatron saves each object as a list of one; each place gets a copy."""
+    return all(map(_is_constant, value)) if type(value) is list else _is_constant(value)
 
 
 def _is_constant(value: Value) -> bool:
