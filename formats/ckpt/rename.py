@@ -93,9 +93,10 @@ def use_names(source: Checkpoint, naming: Naming, config: LocalPath | None = Non
     `config` is the model's configuration, or the folder that holds it; None: what came with the source. Raises
     `CkptError` of the kind that fits for a model that cannot have these names.
     """
-    return edited(
-        _renamed(source, naming, _configuration(source, None if config is None else Path(config))), UseNames(naming)
-    )
+    from ckpt_formats.names.translate import naming_of
+
+    known_config = _configuration(source, None if config is None else Path(config))
+    return edited(_renamed(source, naming_of(source), naming, known_config), UseNames(naming))
 
 
 def prepare(source: Checkpoint, format: WritableFormat) -> Checkpoint:
@@ -111,7 +112,7 @@ def prepare(source: Checkpoint, format: WritableFormat) -> Checkpoint:
     path = next(iter(format.input_files()), None)
     config, current = _configuration(source, path), naming_of(source)
     needed = _needed(source, current, format.naming, config, path is not None)
-    return source if needed is None else _renamed(source, needed, config)
+    return source if needed is None else _renamed(source, current, needed, config)
 
 
 def _configuration(source: Checkpoint, path: Path | None) -> Mapping[str, Any] | None:
@@ -122,11 +123,14 @@ def _configuration(source: Checkpoint, path: Path | None) -> Mapping[str, Any] |
     return config_of(source.extras, CONFIG) if path is None else config_of(files_of_model(path))
 
 
-def _renamed(source: Checkpoint, naming: Naming, config: Mapping[str, Any] | None) -> Checkpoint:
+def _renamed(
+    source: Checkpoint, current: Naming | None, naming: Naming, config: Mapping[str, Any] | None
+) -> Checkpoint:
     from ckpt_formats.engines.hf.model_names import with_model_names
-    from ckpt_formats.names.translate import NATIVE, naming_of, to_core, to_hf, to_legacy, to_megatron
+    from ckpt_formats.names.legacy import to_core, to_legacy
+    from ckpt_formats.names.translate import NATIVE, to_hf, to_megatron
 
-    current, partial = naming_of(source), source.is_partial
+    partial = source.is_partial
     if current == naming and naming in ("gguf", *NATIVE):
         return source
     if current in NATIVE:

@@ -11,10 +11,11 @@ from ckpt.rename import use_names
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import IncompleteError, UnsupportedError
+from ckpt_formats.core.format import Naming
 from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.names.config import CONFIG, configured_model
 from ckpt_formats.names.tables import dialect, families
-from ckpt_formats.names.translate import NATIVE, Naming, naming_of
+from ckpt_formats.names.translate import NATIVE, naming_of
 from held import array, bits, checkpoint, contents, parameter
 
 HEADS, GROUPS, WIDTH, LAYERS = 6, 3, 4, 2

@@ -27,8 +27,9 @@ from ckpt_formats.core.values import Record, Value
 from ckpt_formats.names.arguments import ARGUMENTS, to_arguments, updated, values_of
 from ckpt_formats.names.config import CONFIG, checked_values, configured_model, to_config
 from ckpt_formats.names.hyperparameters import Values
+from ckpt_formats.names.legacy import to_core, to_legacy
 from ckpt_formats.names.tables import Family, families, hyperparameters
-from ckpt_formats.names.translate import naming_of, to_core, to_hf, to_legacy, to_megatron
+from ckpt_formats.names.translate import naming_of, to_hf, to_megatron
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
 from effort import examples

@@ -12,5 +12,5 @@ model            the stored tensors of a model in a dialect
 describe         the model in a checkpoint: its configuration and arguments, checked against each other
 renames          a checkpoint under other names; legacy: names from before Megatron core
 native           names of libraries whose checkpoints state no model: TorchTitan's, Meta's
-translate        the whole translation: `to_hf`, `to_megatron`, `to_core`, `to_legacy`; the shapes must fit
+translate        the whole translation: `to_hf`, `to_megatron`; the shapes must fit
 """

@@ -136,8 +136,8 @@ def checked_values(config: Mapping[str, Any], family: Family, where: Path) -> Va
 
 def to_config(values: Values, family: Family, dtype: str | None) -> dict[str, Any]:
     """The config.json of a model of this family. Raises `UnsupportedError` if the family cannot state the model."""
-    config = _written(values, family)
-    for name, value, other in differences(values, read_config(config, family), training=False):
+    config, reading = _written(values, family)
+    for name, value, other in differences(values, reading, training=False):
         raise UnsupportedError(
             f"models of the family {family.name} have {name} {_text(other)}, but this one has {name} {_text(value)}"
         )
@@ -155,10 +155,10 @@ def to_config(values: Values, family: Family, dtype: str | None) -> dict[str, An
 def differing(values: Values, family: Family) -> tuple[str, ...]:
     """The hyperparameters that models of the family cannot have."""
     try:
-        config = _written(values, family)
+        _, reading = _written(values, family)
     except CkptError:
         return tuple(sorted(_not_stated(values, family)))
-    return tuple(name for name, _, _ in differences(values, read_config(config, family)))
+    return tuple(name for name, _, _ in differences(values, reading))
 
 
 def _not_stated(values: Values, family: Family) -> Iterator[str]:
@@ -187,16 +187,19 @@ def _of_text(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     return {**text, **config} if isinstance(text, dict) else config
 
 
-def _written(values: Values, family: Family) -> dict[str, Any]:
+def _written(values: Values, family: Family) -> tuple[dict[str, Any], ModelReading]:
+    """The entries of the config.json of a model of this family, and the hyperparameters that they state."""
     config: dict[str, Any] = {}
     for usual, value in write(family.settings, values).items():
         if own := family.entries.get(usual, usual):
             config[own] = value
     if "rope_theta" in config:
         config["rope_scaling"] = _scaling(values)
-        if read_config(config, family).values["rope_type"] != values["rope_type"] == "default":
-            config["rope_scaling"] = {"rope_type": "default"}  # where the family has another default
-    return config
+    reading = read_config(config, family)
+    if "rope_theta" in config and reading.values["rope_type"] != values["rope_type"] == "default":
+        config["rope_scaling"] = {"rope_type": "default"}  # where the family has another default
+        reading = read_config(config, family)
+    return config, reading
 
 
 def _check_heads(values: Values) -> None:

@@ -84,11 +84,18 @@ def is_legacy(name: str) -> bool:
     return name.startswith(_PREFIX) and core_name(name) is not None
 
 
+def has_legacy_names(source: Checkpoint) -> bool:
+    """True if tensors have names of the older models."""
+    return any(map(is_legacy, _own_names(source)))
+
+
 def to_core(source: Checkpoint) -> Checkpoint:
-    """A checkpoint of the older models under Megatron core's names.
+    """A checkpoint with any of Megatron's names under those of Megatron core.
 
     Raises `UnsupportedError` for tensors that GPT models of Megatron core do not have.
     """
+    if not has_legacy_names(source):
+        return source
     version = source.extras.get(VERSION, 0)
     version = float(version) if isinstance(version, (int, float)) else 0.0
     changes = []
@@ -107,10 +114,12 @@ def to_core(source: Checkpoint) -> Checkpoint:
 
 
 def to_legacy(source: Checkpoint) -> Checkpoint:
-    """A checkpoint of Megatron core's plain layers under the older names.
+    """A checkpoint with any of Megatron's names under those of the older models.
 
-    Raises `UnsupportedError` for newer tensors.
+    Raises `UnsupportedError` for tensors that the older models do not have.
     """
+    if has_legacy_names(source):
+        return source
     changes = []
     for name in _own_names(source):
         old = legacy_name(name)

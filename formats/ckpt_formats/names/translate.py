@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.format import Naming
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.tensor import Tensor, with_replicas
 from ckpt_formats.core.text import printable
@@ -33,8 +34,6 @@ from ckpt_formats.names.packings import pack, unpack
 from ckpt_formats.names.renames import TensorRename, apply_renames
 from ckpt_formats.names.tables import Family, dialect
 
-Naming = Literal["hf", "megatron", "megatron-legacy", "gguf", "torchtitan", "meta"]
-
 NATIVE: tuple[Naming, ...] = ("torchtitan", "meta")
 """The names of libraries whose checkpoints state no model."""
 _OF_TITAN = re.compile(r"layers\.\d{1,6}\.(?:attention\.qkv_linear\..+|moe\..+)")
@@ -53,9 +52,9 @@ _PLACEHOLDER = re.compile(r"\{\w+\}")
 
 def naming_of(checkpoint: Checkpoint) -> Naming | None:
     """The library whose names a checkpoint's tensors have; None if it is not known."""
-    own = [name for name, parameter in checkpoint.parameters.items() if parameter.role != "extra"]
-    if any(map(legacy.is_legacy, own)):
+    if legacy.has_legacy_names(checkpoint):
         return "megatron-legacy"
+    own = [name for name, parameter in checkpoint.parameters.items() if parameter.role != "extra"]
     if isinstance(checkpoint.extras.get(GGUF_VALUES), dict) and any(map(_OF_LLAMA_CPP.fullmatch, own)):
         return "gguf"
     if _megatron_patterns().intersection(map(pattern_of, own)):
@@ -78,7 +77,7 @@ def to_hf(checkpoint: Checkpoint, config: Mapping[str, Any] | None = None, *, pa
     Raises: UnsupportedError for a model of no known family, CorruptError if tensors, arguments and configuration
     contradict each other, IncompleteError if something is missing.
     """
-    source = without(to_core(checkpoint), COMPUTED)
+    source = without(legacy.to_core(checkpoint), COMPUTED)
     description = describe_model(source, config_of(source) if config is None else config, partial)
     renamed = translated(source, description, "megatron", "hf", partial=partial)
     padding = _padding(source, description.model)
@@ -115,16 +114,6 @@ def to_megatron(
             CONFIG: dict(description.config),
         },
     )
-
-
-def to_core(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint with any of Megatron's names under those of Megatron core."""
-    return legacy.to_core(checkpoint) if naming_of(checkpoint) == "megatron-legacy" else checkpoint
-
-
-def to_legacy(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint with any of Megatron's names under those from before Megatron core."""
-    return checkpoint if naming_of(checkpoint) == "megatron-legacy" else legacy.to_legacy(checkpoint)
 
 
 def translated(
