@@ -10,7 +10,7 @@ import click
 from ckpt_cli.options.groups import GroupedCommand, with_options
 from ckpt_cli.options.types import ShardType, SizeType, numbers
 from ckpt_formats.core.arguments import Workers
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,10 +47,9 @@ class PathsCommand(GroupedCommand):
             own = [param for param in self.params if isinstance(param, click.Argument)]
             places = " and one ".join(param.make_metavar(ctx).strip("[]") for param in own)
             given = [str(ctx.params.get(param.name or "")) for param in own] + list(map(str, ctx.args))
-            shown = ", ".join(printable(path) for path in given[:_MAX_SHOWN])
-            more = f" and {len(given) - _MAX_SHOWN} more" if len(given) > _MAX_SHOWN else ""
+            shown = list_names(given, printable, _MAX_SHOWN)
             hint = _SEVERAL.get(self.name or "", "")
-            ctx.fail(f"one {places} at a time, but {len(given)} paths are given: {shown}{more}.{hint}")
+            ctx.fail(f"one {places} at a time, but {len(given)} paths are given: {shown}.{hint}")
         return rest
 
 

@@ -12,7 +12,7 @@ from ckpt_cli.progress import doing
 from ckpt_cli.views import columns
 from ckpt_cli.views.report import data
 from ckpt_formats.core.folders import names_in
-from ckpt_formats.core.text import PARTIAL, format_nbytes, printable
+from ckpt_formats.core.text import PARTIAL, format_nbytes, list_names, printable
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.chain_file import ChainIndex, Member
 from ckpt_formats.universal.published.steps import PublishedStep, read_steps
@@ -280,8 +280,8 @@ def _proof(segment: "Segment") -> Iterator[str]:
     if segment.difference is not None:
         yield f"  DIFFERS from the run: {segment.difference}"
     for one in segment.doubtful_steps:
-        names = ", ".join(f"`{printable(name)}`" for name in one.names[:3]) + ", …" * (len(one.names) > 3)
-        yield f"  in doubt: {names} at steps {one.first} to {one.last}, changed in a way that torch does not count"
+        steps = f"at steps {one.first} to {one.last}"
+        yield f"  in doubt: {list_names(one.names)} {steps}, changed in a way that torch does not count"
     if not segment.has_proofs:
         return
     if segment.proved >= segment.last:

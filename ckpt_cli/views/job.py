@@ -12,12 +12,12 @@ from ckpt.pipeline import Execution, Result, complete_before, space_needed
 from ckpt.pipeline.planned_reads import StoreReads
 from ckpt_cli import notes
 from ckpt_cli.progress import doing, progress_bar
-from ckpt_cli.views.report import conclude, data, file_count, first_names
+from ckpt_cli.views.report import conclude, data, file_count
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.format import Plan
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.core.text import format_nbytes, list_names, printable
 from ckpt_formats.core.value_changes import ChangedTensor
 
 _MAX_ROWS = 20
@@ -101,7 +101,7 @@ def show_plan(
         return
     notes.flush()
     for one in sorted(plan.files, key=lambda file: -file.nbytes)[:_MAX_ROWS]:
-        click.echo(f"{format_nbytes(one.nbytes):>10}  {one.file}  ({first_names(one.names(), 2)})")
+        click.echo(f"{format_nbytes(one.nbytes):>10}  {one.file}  ({list_names(one.names(), printable, 2)})")
     if len(plan.files) > _MAX_ROWS:
         click.echo(f"{'':>10}  and {len(plan.files) - _MAX_ROWS} smaller files")
     total = sum(file.nbytes for file in source.files)
@@ -171,10 +171,9 @@ def _pending(result: Result) -> str:
     if not result.missing:
         return f"all files are written; {result.publisher} publishes the target"
     count, numbers = sum(map(len, result.missing.values())), list(result.missing)
-    more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
     is_one = count == 1
     text = f"{file_count(count)} {'is' if is_one else 'are'} not written yet"
-    return f"{text}: {'that' if is_one else 'those'} of shards {', '.join(map(str, numbers[:_NAMED]))}{more}"
+    return f"{text}: {'that' if is_one else 'those'} of shards {list_names(numbers, str, _NAMED)}"
 
 
 def _changed_json(one: ChangedTensor) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import click
 
 from ckpt_cli import notes
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.core.text import format_nbytes, list_names, printable
 
 if TYPE_CHECKING:
     from ckpt.findings.not_finite import NotFinite
@@ -140,17 +140,11 @@ def findings_json(path: Path, problems: "Sequence[Finding]", seconds: float) -> 
 
 def print_findings(problems: "Sequence[Finding]") -> None:
     for finding in problems:
-        names = first_names(finding.tensors, 5)
+        names = list_names(finding.tensors, printable, 5)
         click.echo(
             f"{finding.kind}: {printable(finding.what)}\n  in "
             f"{printable(finding.where)}{f', tensors {names}' if names else ''}"
         )
-
-
-def first_names(names: Sequence[str], count: int) -> str:
-    """The first of many names, and how many more there are."""
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(map(printable, names[:count])) + more
 
 
 def file_count(count: int) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from ckpt_formats.core.checkpoint import Role
+from ckpt_formats.core.text import list_names
 from ckpt_recorder.recording import RankRecording
 from ckpt_recorder.watch import StateWatch
 from ckpt_recorder.watched_tensors import WatchedState, WatchedTensor, WatchedTensors
@@ -96,7 +97,7 @@ class BetweenSteps:
                 "steps %d to %d are in doubt: %s was changed in a way that torch does not count (NumPy, `tensor.data`)",
                 first,
                 last - 1,
-                ", ".join(f"`{name}`" for name in names[:3]),
+                list_names(names),
             )
 
     @torch.no_grad()
@@ -184,5 +185,4 @@ class BetweenSteps:
         new = sorted(names - self._logged)
         if new:
             self._logged |= names
-            shown = ", ".join(f"`{name}`" for name in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
-            _LOG.info("%s: changed outside the optimizer, between steps: recorded", shown)
+            _LOG.info("%s: changed outside the optimizer, between steps: recorded", list_names(new))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.edits import WeightsOnly
 from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, UnsupportedError
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 
 _SHOWN = 4
 """The names of a kind that an error shows."""
@@ -51,7 +51,7 @@ def check_fit(
     lists = (
         ("missing", listed(missing)),
         ("unexpected", listed(unexpected)),
-        ("mismatched", _shortened(shapes)),
+        ("mismatched", list_names(shapes, str, _SHOWN)),
     )
     what = "; ".join(f"{kind}: {text}" for kind, text in lists if text)
     error = IncompleteError if missing else InvalidArgumentError
@@ -60,12 +60,7 @@ def check_fit(
 
 def listed(names: Iterable[str]) -> str:
     """Return the first names as messages show them, and how many more there are; empty if there are none."""
-    return _shortened([f"`{printable(name)}`" for name in names])
-
-
-def _shortened(texts: Sequence[str]) -> str:
-    rest = len(texts) - _SHOWN
-    return ", ".join(texts[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    return list_names(list(names), max_count=_SHOWN)
 
 
 def _hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:

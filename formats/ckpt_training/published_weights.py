@@ -22,6 +22,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.state_names import MODEL
 from ckpt_formats.core.tensor import Array, Blob, BlockBlob, Fragment, Tensor, from_fragments
+from ckpt_formats.core.text import list_names
 from ckpt_formats.core.views import TransposedBlob, UnstackedBlob
 from ckpt_formats.engines.hf.model_names import match_names
 from ckpt_formats.names.config import CONFIG
@@ -41,7 +42,6 @@ _HINT = (
     "Construct the Publisher on all ranks that have a part of the tensor. If ranks have different tensors under one "
     "name, give each tensor of the full model a name of its own with `rename`."
 )
-_MAX_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def _in_hf_names(source: Checkpoint, config: Mapping[str, Any] | None) -> Checkp
     if match.known or not (match.missing or match.surplus):
         return named
     lacks = [
-        f"{verb} {', '.join(names[:_MAX_NAMES])}"
+        f"{verb} {list_names(names)}"
         for verb, names in (("lacks", match.missing), ("also has", match.surplus))
         if names
     ]

@@ -7,13 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ckpt.combine.sources import some_names
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsupportedError
 from ckpt_formats.core.name_patterns import match_start
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.values import Value
 
 _ADAPTER_CONFIG = "hf/adapter_config.json"
@@ -55,7 +54,7 @@ def adapter_config(adapter: Checkpoint) -> Mapping[str, Value]:
         )
     unknown = [key for key, value in config.items() if key not in _USED | _WITHOUT_EFFECT and value]
     if unknown:
-        raise refusal(adapter, f"options of the adapter which are not supported: {some_names(unknown)}")
+        raise refusal(adapter, f"options of the adapter which are not supported: {list_names(unknown, printable)}")
     return config
 
 
@@ -77,7 +76,9 @@ def adapter_tensors(adapter: Checkpoint) -> tuple[dict[str, Update], dict[str, T
             full[name] = parameter.weight
     if unknown:
         bias = " (the adapter was trained with `lora_bias`)" if any(n.endswith("lora_B.bias") for n in unknown) else ""
-        raise refusal(adapter, f"{len(unknown)} tensors of the adapter are not known: {some_names(unknown)}{bias}")
+        raise refusal(
+            adapter, f"{len(unknown)} tensors of the adapter are not known: {list_names(unknown, printable)}{bias}"
+        )
     if not updates and not full:
         raise IncompleteError("the adapter holds no tensors", where=adapter.path)
     return updates, full
@@ -121,7 +122,8 @@ def prefix_change(
         if len(fitting) > 1:
             candidates = [change(weights[0]) for change in fitting]
             raise refusal(
-                adapter, f"`{printable(weights[0])}` could be several weights of the model: {some_names(candidates)}"
+                adapter,
+                f"`{printable(weights[0])}` could be several weights of the model: {list_names(candidates, printable)}",
             )
         if fitting:
             return fitting[0]
@@ -129,7 +131,7 @@ def prefix_change(
         return PrefixChange()
     absent = [weight.removesuffix(".") for weight in weights if weight not in names]
     raise IncompleteError(
-        f"it has no weights for {len(absent)} modules of the adapter: {some_names(absent)}",
+        f"it has no weights for {len(absent)} modules of the adapter: {list_names(absent, printable)}",
         where=base.path,
         hint="Is this the model that the adapter was trained for?",
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.combine.average_blob import AverageBlob, EqualBlob
-from ckpt.combine.sources import all_files, dropped_notices, holder, model_of, place_of, some_names, untied_config
+from ckpt.combine.sources import all_files, dropped_notices, holder, model_of, place_of, untied_config
 from ckpt_formats.core.arguments import Decay, Positive, checked
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter
 from ckpt_formats.core.dtypes import DType, is_float
@@ -16,7 +16,7 @@ from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.quantised.weights import check_not_quantised
 from ckpt_formats.core.tensor import ComputedBlob, Tensor
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 
 _ONE_MODEL = "Only checkpoints of one model can be averaged: their tensors must have the same names and shapes."
 
@@ -119,7 +119,7 @@ def _shared_names(models: Sequence[Checkpoint]) -> list[str]:
         ):
             if absent:
                 raise IncompleteError(
-                    f"it lacks {len(absent)} tensors of {place_of(owner)}: {some_names(absent)}",
+                    f"it lacks {len(absent)} tensors of {place_of(owner)}: {list_names(absent, printable)}",
                     where=place_of(other),
                     hint=_ONE_MODEL,
                 )
@@ -137,7 +137,7 @@ def _check_shapes(models: Sequence[Checkpoint], parameters: Mapping[str, Paramet
         ]
         if different:
             raise UnsupportedError(
-                f"{len(different)} tensors have other shapes than those of {first}: {some_names(different)}",
+                f"{len(different)} tensors have other shapes than those of {first}: {list_names(different, printable)}",
                 where=place_of(model),
                 hint=_ONE_MODEL,
             )
@@ -145,7 +145,7 @@ def _check_shapes(models: Sequence[Checkpoint], parameters: Mapping[str, Paramet
         mixed += [name for name, a, b in pairs if _can_average(a.dtype) and not _can_average(b.dtype)]
         if mixed:
             raise UnsupportedError(
-                f"{len(mixed)} tensors have other element types than those of {first}: {some_names(mixed)}",
+                f"{len(mixed)} tensors have other element types than those of {first}: {list_names(mixed, printable)}",
                 where=place_of(model),
             )
 

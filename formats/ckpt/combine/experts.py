@@ -20,12 +20,11 @@ from itertools import permutations
 from typing import Literal
 
 from ckpt.combine.adapter import MODEL_TYPES, Update, refusal
-from ckpt.combine.sources import some_names
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.core.views import reshaped, rows_of, transposed, unstacked_all, with_shape
 
@@ -141,7 +140,8 @@ def expert_modules(
         named[match["root"]][match["projection"]][expert] = one if expert is None else LowRank(module, one.a, one.b)
     if targets and not wrapped:
         raise IncompleteError(
-            f"the adapter has no updates of the parameters that it states: {some_names(targets)}", where=adapter.path
+            f"the adapter has no updates of the parameters that it states: {list_names(targets, printable)}",
+            where=adapter.path,
         )
     modules = {root: ExpertModule(dict(one)) for root, one in named.items()}
     for root, levels in wrapped.items():
@@ -154,7 +154,7 @@ def expert_modules(
             raise refusal(
                 adapter,
                 f"module `{printable(root)}` has {len(levels)} updates for its {len(parameters)} parameters: "
-                f"{some_names(parameters)}",
+                f"{list_names(parameters, printable)}",
             )
         innermost_first = tuple(levels[depth] for depth in sorted(levels, reverse=True))
         modules[root] = ExpertModule(modules[root].updates if root in modules else {}, innermost_first, parameters)
@@ -169,9 +169,9 @@ def _parameters_of(root: str, targets: Sequence[str]) -> tuple[str, ...]:
 
 def _update(adapter: Checkpoint, module: str, update: Update, flattened: bool = False) -> ExpertUpdate:
     if absent := sorted({"lora_A", "lora_B"} - update.keys()):
-        raise IncompleteError(f"module `{printable(module)}` lacks {some_names(absent)}", where=adapter.path)
+        raise IncompleteError(f"module `{printable(module)}` lacks {list_names(absent, printable)}", where=adapter.path)
     if surplus := sorted(update.keys() - {"lora_A", "lora_B"}):
-        raise refusal(adapter, f"module `{printable(module)}` of experts has {some_names(surplus)}")
+        raise refusal(adapter, f"module `{printable(module)}` of experts has {list_names(surplus, printable)}")
     a, b = update["lora_A"], update["lora_B"]
     if any(len(one.shape) not in ((2,) if flattened else (2, 3)) for one in (a, b)):
         raise refusal(adapter, f"module `{printable(module)}` has an update of {list(b.shape)} times {list(a.shape)}")
@@ -309,14 +309,15 @@ def with_projections(
     if not fitting:
         raise IncompleteError(
             f"the model has no weights in `{printable(root)}` for updates of {shapes} of "
-            f"{some_names(module.parameters)}",
+            f"{list_names(module.parameters, printable)}",
             where=adapter.path,
             hint="Is this the model that the adapter was trained for?",
         )
     if len(fitting) > 1:
         raise refusal(
             adapter,
-            f"updates of {shapes} of `{printable(root)}` could be of {some_names(module.parameters)} in several orders",
+            f"updates of {shapes} of `{printable(root)}` could be of {list_names(module.parameters, printable)} in "
+            "several orders",
         )
     for name, update in zip(fitting[0], module.wrapped, strict=True):
         updates.setdefault(name, {})[None] = ExpertUpdate(f"{own_root}.{name}", update.a, update.b, True)

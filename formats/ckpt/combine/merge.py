@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from ckpt.combine.adapter import BASE_LAYER, MODEL_TYPES, PrefixChange, Update, pattern_value, refusal
 from ckpt.combine.merged_blob import merged_blob
-from ckpt.combine.sources import holder, some_names
+from ckpt.combine.sources import holder
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import DType, is_float
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.tensor import CastBlob, ComputedBlob, Tensor
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.values import Value
 
 
@@ -58,7 +58,9 @@ class LoraMerge:
             else:
                 unknown.append(stored)
         if unknown:
-            raise refusal(self.adapter, f"{len(unknown)} tensors of the adapter are not known: {some_names(unknown)}")
+            raise refusal(
+                self.adapter, f"{len(unknown)} tensors of the adapter are not known: {list_names(unknown, printable)}"
+            )
         return result
 
     def _ambiguous(self, name: str) -> CkptError:
@@ -96,9 +98,13 @@ class LoraMerge:
         if self.config.get("use_dora"):
             expected.add("lora_magnitude_vector")
         if absent := sorted(expected - update.keys()):
-            raise IncompleteError(f"module `{printable(module)}` lacks {some_names(absent)}", where=self.adapter.path)
+            raise IncompleteError(
+                f"module `{printable(module)}` lacks {list_names(absent, printable)}", where=self.adapter.path
+            )
         if surplus := sorted(update.keys() - expected):
-            raise refusal(self.adapter, f"module `{printable(module)}` has {some_names(surplus)} without need")
+            raise refusal(
+                self.adapter, f"module `{printable(module)}` has {list_names(surplus, printable)} without need"
+            )
         a, b = update[f"lora_{infix}A"], update[f"lora_{infix}B"]
         magnitude = update.get("lora_magnitude_vector")
         for tensor in update.values():

@@ -6,13 +6,11 @@ from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint, Opened, SourceFile
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.engines.hf.folder import is_training_file
 from ckpt_formats.state_dicts.run_files import PREFIX as _HF
 
 _CONFIG = "hf/config.json"
-_NAMES_IN_ERRORS = 3
 
 
 def model_of(source: Checkpoint) -> Checkpoint:
@@ -36,11 +34,6 @@ def holder(model: Checkpoint, name: str) -> str:
 def place_of(source: Checkpoint) -> Path:
     """The path under which it was opened: of a state of a chain, with its step."""
     return next((edit.path for edit in source.history if isinstance(edit, Opened)), source.path)
-
-
-def some_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMES_IN_ERRORS:,} more" if len(names) > _NAMES_IN_ERRORS else ""
-    return ", ".join(map(printable, names[:_NAMES_IN_ERRORS])) + more
 
 
 def dropped_notices(sources: Sequence[Checkpoint]) -> Iterator[Notice]:

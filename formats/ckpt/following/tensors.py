@@ -11,7 +11,7 @@ import numpy as np
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import InvalidArgumentError, NoMatchError, UnsupportedError
 from ckpt_formats.core.tensor import Array
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.universal.published.model import PublishedModel, PublishedTensor
 
 _MAX_SHOWN = 5
@@ -104,5 +104,4 @@ def _memory_of_torch(tensor: Any, dtype: DType, size: int, where: str) -> Array:
 
 
 def _shown(names: list[str]) -> str:
-    shown = ", ".join(printable(str(name)[:100]) for name in sorted(names, key=str)[:_MAX_SHOWN])
-    return shown if len(names) <= _MAX_SHOWN else f"{shown} and {len(names) - _MAX_SHOWN:,} more"
+    return list_names(sorted(names, key=str), lambda name: printable(str(name)[:100]), _MAX_SHOWN)

@@ -14,7 +14,7 @@ from ckpt_formats.core.identity import Identities, Identity
 from ckpt_formats.core.seal_checks import ListedSeals, SealChecks
 from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.state_table import TabulatedParameters
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.version import WRITTEN_BY
 from ckpt_formats.registry.plugins import blamed_on_package, returned
 
@@ -63,10 +63,8 @@ def check_complete(source: Checkpoint) -> None:
     ]
     problems += [f"`{printable(name)}` is {printable(message)}" for name, message in source.dangling_names()]
     if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise IncompleteError(
-            "; ".join(problems[:3]) + more, where=source.path, hint="Are files of some ranks missing?"
-        )
+        message = list_names(problems, str, separator="; ")
+        raise IncompleteError(message, where=source.path, hint="Are files of some ranks missing?")
 
 
 def check_not_suspicious(source: Checkpoint) -> None:

@@ -16,14 +16,13 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.seal_checks import SealChecks
 from ckpt_formats.core.seals import Seal
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable, quoted
 from ckpt_formats.core.value_changes import ChangedTensor
 
 _SMALL_REST = 1 << 12
 """Bytes of a sealed range that are read although nobody needs them: so the others are verified."""
 _SMALL_SHARE = 64
 """The same as a share of the range: one in so many bytes."""
-_MAX_NAMES = 3
 _REPLACED = "Load it when no process writes it any more."
 
 
@@ -128,11 +127,10 @@ class JoinedEvidence:
         return seal.nbytes - covered <= max(_SMALL_REST, seal.nbytes // _SMALL_SHARE)
 
     def _damage(self, damaged: list[Seal]) -> CorruptError:
-        error, names = seals_error(damaged), dict[str, None]()
+        error, states = seals_error(damaged), dict[str, None]()
         for parameter, state, tensor in self._source.tensors():
             if any(raw.seal == damaged[0] for raw in tensor.sources()):
-                names[f"`{printable(parameter.name)}` {state}"] = None
-        if names:
-            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-            error.what = f"{', '.join(list(names)[:_MAX_NAMES])}{more}: {error.what}"
+                states[f"{quoted(parameter.name)} {state}"] = None
+        if states:
+            error.what = f"{list_names(states, str)}: {error.what}"
         return error

@@ -13,7 +13,7 @@ from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundErro
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.folders import NUMBERED, number_of, part_of_vllm
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.values import is_natural
 
 
@@ -148,9 +148,8 @@ _MAX_SHOWN = 8
 
 
 def _list_models(sets: Collection[Path | list[Path]]) -> str:
-    names = [printable((one if isinstance(one, Path) else one[0]).name) for one in sets]
-    remaining = f" and {len(names) - _MAX_SHOWN:,} more" if len(names) > _MAX_SHOWN else ""
-    return ", ".join(names[:_MAX_SHOWN]) + remaining
+    names = [(one if isinstance(one, Path) else one[0]).name for one in sets]
+    return list_names(names, printable, _MAX_SHOWN)
 
 
 def all_numbered(files: Sequence[Path]) -> list[Path]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Group, Parameter
 from ckpt_formats.core.errors import IncompleteError
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 
 _BLOCKWISE = ("qmap", "absmax")
 """How the names of states begin that 8-bit optimizers have only for large parameters."""
@@ -45,7 +45,7 @@ def check_states(
             without += (name for by_name in kinds.values() for name, states in by_name.items() if not states)
     if without and even:
         raise IncompleteError(
-            f"the optimizer has no states of {_some(without)}, but of others in the same group",
+            f"the optimizer has no states of {list_names(without)}, but of others in the same group",
             where=where,
             hint="Files are missing, or are of another save: copy all files of one step again.",
         )
@@ -111,8 +111,3 @@ def _states(parameter: Parameter) -> States:
 @lru_cache(1 << 10)
 def _without_model(states: tuple[str, ...]) -> States:
     return frozenset(states) - _OF_THE_MODEL
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(f"`{printable(name)}`" for name in names[:3])
-    return f"{shown} and {len(names) - 3:,} more" if len(names) > 3 else shown

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from ckpt_formats.core.arguments import Checked
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 
 MAX_NAMES = 5
 """Names that a notice shows, unless the user wants all."""
@@ -43,8 +43,10 @@ class Notice(Checked):
 
     def shown(self, max_names: int = MAX_NAMES) -> str:
         """The sentence with at most `max_names` names, and the number of further ones."""
-        more = f" and {len(self.names) - max_names:,} more (`--verbose`)" if len(self.names) > max_names else ""
-        return f"{self.text}: {', '.join(map(printable, self.names[:max_names]))}{more}" if self.names else self.text
+        if not self.names:
+            return self.text
+        hint = " (`--verbose`)" if len(self.names) > max_names else ""
+        return f"{self.text}: {list_names(self.names, printable, max_names)}{hint}"
 
 
 def unsure(texts: Iterable[str]) -> tuple[Notice, ...]:

@@ -1,7 +1,9 @@
 """Text: file names for untrusted names, and names and sizes for people."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from itertools import islice
+from typing import TypeVar
 
 PARTIAL = ".ckpt-partial"
 """The suffix of a folder in which a checkpoint is being written."""
@@ -9,7 +11,12 @@ PARTIAL = ".ckpt-partial"
 STAGED = ".ckpt"
 """The folder, in a target that is in a store, for what is known of the job that writes it."""
 
+MAX_LISTED = 3
+"""The names that a message lists, unless it has room for more."""
+
 _MAX_SLUG = 80
+
+T = TypeVar("T")
 
 
 def file_stem(name: str) -> str:
@@ -51,6 +58,28 @@ def printable(name: str) -> str:
     if name.isprintable():
         return name
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
+
+
+def quoted(name: str) -> str:
+    """A name for people, in quotes: see `printable`."""
+    return f"`{printable(name)}`"
+
+
+def list_names(
+    names: Collection[T],
+    form: Callable[[T], str] = quoted,  # type: ignore[assignment]
+    max_count: int = MAX_LISTED,
+    separator: str = ", ",
+) -> str:
+    """The first names, and how many more there are; empty if there are none. `form` returns the text for one of them.
+
+    >>> list_names(["a", "b", "c", "d", "e"])
+    '`a`, `b`, `c` and 2 more'
+    >>> list_names([1, 2], str, 2)
+    '1, 2'
+    """
+    more = f" and {len(names) - max_count:,} more" if len(names) > max_count else ""
+    return separator.join(map(form, islice(names, max_count))) + more
 
 
 def folded(line: str, room: int) -> Iterator[str]:

@@ -15,7 +15,7 @@ from ckpt_formats.core.dtypes import DType, is_float
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.notices import MAX_NAMES, Notice, Weight
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 
 Array = np.ndarray[Any, DType]
 _INFINITIES = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF << 52}
@@ -201,11 +201,10 @@ def check_allowed(tensors: Sequence[ChangedTensor]) -> None:
     """Raise `UnsupportedError` if values overflow that have to be allowed."""
     refused = [one for one in tensors if one.refused and one.overflows]
     if refused:
-        names = ", ".join(f"{printable(one.name)} ({one.overflows:,})" for one in refused[:MAX_NAMES])
-        more = f" and {len(refused) - MAX_NAMES:,} more" if len(refused) > MAX_NAMES else ""
+        names = list_names(refused, lambda one: f"{printable(one.name)} ({one.overflows:,})", MAX_NAMES)
         count = _counted(sum(one.overflows for one in refused), "value is", "values are")
         raise UnsupportedError(
-            f"{count} too large for {refused[0].dtype} and would become infinite or NaN: {names}{more}",
+            f"{count} too large for {refused[0].dtype} and would become infinite or NaN: {names}",
             hint="Take a type with a larger range, such as bf16. --allow-overflow, or cast(..., allow_overflow=True), "
             "writes them all the same.",
         )

@@ -10,7 +10,7 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.errors import IncompleteError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.values import Record
 from ckpt_formats.names.arguments import ARGUMENTS, arguments_for, compared, true_vocabulary, values_of
 from ckpt_formats.names.config import (
@@ -31,7 +31,6 @@ COMPUTED = re.compile(r"(?:.*\.)?rotary_pos_emb\.inv_freq")
 """Tensors that old versions of Megatron save, although all versions compute them."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 _WORD_TABLE = "embedding.word_embeddings.weight"
-_MAX_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -184,10 +183,9 @@ def _check_names(model: Model, names: Sequence[str], source: Checkpoint, partial
 
 def _listed(verb: str, names: Sequence[str]) -> Iterator[str]:
     if names:
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         stated = ", ".join(sorted({entry for name in names for entry in _arguments_of(name)}))
         by = f" (see the arguments {stated})" if stated else ""
-        yield f"{verb} {', '.join(f'`{printable(name)}`' for name in names[:_MAX_NAMES])}{more}{by}"
+        yield f"{verb} {list_names(names)}{by}"
 
 
 def _arguments_of(pattern: str) -> Iterator[str]:

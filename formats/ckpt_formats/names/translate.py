@@ -14,7 +14,7 @@ from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedE
 from ckpt_formats.core.format import Naming
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.tensor import Tensor, with_replicas
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.names import legacy
 from ckpt_formats.names.arguments import ARGUMENTS, to_arguments, updated
 from ckpt_formats.names.config import CONFIG, configured_model
@@ -46,7 +46,6 @@ _OF_LLAMA_CPP = re.compile(r"blk\.\d{1,6}\..+|token_embd\.weight|output_norm\.we
 T = TypeVar("T")
 
 _HEAD = "output_layer.weight"
-_MAX_NAMES = 3
 _PLACEHOLDER = re.compile(r"\{\w+\}")
 
 
@@ -282,7 +281,7 @@ def _check_known(source: Checkpoint, known: set[str], family: Family) -> None:
     ]
     if surplus:
         raise UnsupportedError(
-            f"a model of the family {family.name} has no {_listed(surplus)}",
+            f"a model of the family {family.name} has no {list_names(surplus)}",
             where=source.path,
             hint="Leave them out with --skip, or name the right config.json with --config.",
         )
@@ -291,15 +290,10 @@ def _check_known(source: Checkpoint, known: set[str], family: Family) -> None:
 def _check_there(source: Checkpoint, missing: Sequence[str]) -> None:
     if missing:
         raise IncompleteError(
-            f"tensors of the model are missing: {_listed(missing)}",
+            f"tensors of the model are missing: {list_names(missing)}",
             where=source.path,
             hint="Is the configuration the model's own? Are files missing?",
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    suffix = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(f"`{printable(name)}`" for name in names[:_MAX_NAMES]) + suffix
 
 
 def _aliases(source: Checkpoint, new: Mapping[str, str]) -> dict[str, str]:

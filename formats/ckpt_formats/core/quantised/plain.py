@@ -32,13 +32,12 @@ from ckpt_formats.core.quantised.weights import (
     stated_table,
 )
 from ckpt_formats.core.tensor import Tensor, checked_read
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable, quoted
 from ckpt_formats.core.values import Value
 
 _MAX_DESCRIPTION = 1 << 16
 """Elements of a tensor that describes a weight, such as its shape."""
 _USUAL_BLOCK = 128
-_NAMES_IN_ERRORS = 3
 _FOR_ACTIVATIONS = ("input_", "output_", "k_", "v_", "q_", "kv_", "prob_", "activation_", "pre_quant")
 
 
@@ -75,11 +74,9 @@ class PlainModel:
     def check(self, source: Checkpoint) -> None:
         """Raise `UnsupportedError` if a weight cannot be decoded."""
         if self.failures:
-            first = list(self.failures.items())[:_NAMES_IN_ERRORS]
-            more = f" and {len(self.failures) - len(first):,} more" if len(self.failures) > len(first) else ""
+            failures = list_names(self.failures.items(), lambda one: f"{quoted(one[0])} {one[1]}", separator="; ")
             raise UnsupportedError(
-                f"quantised weights cannot be dequantised: {'; '.join(f'`{printable(m)}` {why}' for m, why in first)}"
-                f"{more}",
+                f"quantised weights cannot be dequantised: {failures}",
                 where=source.path,
                 hint="Without --dtype, codes and scales are copied as they are. Or dequantise the model with the "
                 "library that quantised it.",

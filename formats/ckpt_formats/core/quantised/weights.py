@@ -18,7 +18,7 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.state_table import ROLES, TabulatedParameters
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.values import Value
 
 CONFIGS = ("hf/config.json", "hf/quantize_config.json", "hf/quant_config.json", "hf/hf_quant_config.json")
@@ -43,7 +43,6 @@ quantisation, integers that are called indices may be codes."""
 _CACHE = re.compile(r"(?:q|k|v|kv|prob|output)_(?:scale|zero_point)")
 """Scales of a cache of keys and values, which lie beside weights."""
 _BIAS = re.compile(r"(?:.*_)?bias")
-_NAMES_IN_ERRORS = 3
 
 
 @dataclass(frozen=True)
@@ -265,8 +264,8 @@ def check_together(source: Checkpoint, chosen: Collection[str], action: str) -> 
         outside = [name for name in weight.parts if name not in chosen]
         if inside and outside and weight.module:
             raise UnsupportedError(
-                f"{_names(inside)} cannot be {action} without {_names(outside)}: together they are one quantised "
-                f"weight ({printable(weight.scheme)})",
+                f"{list_names(inside)} cannot be {action} without {list_names(outside)}: together they are one "
+                f"quantised weight ({printable(weight.scheme)})",
                 where=source.path,
                 hint=f"Name all tensors of `{printable(weight.module)}`, or none of them.",
             )
@@ -284,7 +283,7 @@ def check_still_known(source: Checkpoint, renamed: Checkpoint, names: Mapping[st
     for weight in weights:
         if frozenset(names[name] for name in weight.parts) not in known:
             raise UnsupportedError(
-                f"under their new names, {_names(weight.parts)} would no longer be known as one quantised weight "
+                f"under their new names, {list_names(weight.parts)} would no longer be known as one quantised weight "
                 f"({printable(weight.scheme)})",
                 where=source.path,
                 hint="Rename the module, and leave the last parts of these names as they are.",
@@ -303,7 +302,7 @@ def check_not_quantised(source: Checkpoint, action: str, modules: Collection[str
         weights = tuple(weight for weight in weights if ends & {*_ends(weight.module)})
     if weights:
         raise UnsupportedError(
-            f"{described(weights)} cannot be {action}: {_names([weight.parts[0] for weight in weights])}",
+            f"{described(weights)} cannot be {action}: {list_names([weight.parts[0] for weight in weights])}",
             where=source.path,
             hint="Dequantise the model first: `ckpt convert MODEL TARGET --dtype bf16`.",
         )
@@ -313,8 +312,3 @@ def _ends(module: str) -> tuple[str, ...]:
     """The name of a module, and without its first part."""
     rest = module.partition(".")[2]
     return (module, rest) if "." in rest else (module,)
-
-
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMES_IN_ERRORS:,} more" if len(names) > _NAMES_IN_ERRORS else ""
-    return ", ".join(f"`{printable(name)}`" for name in names[:_NAMES_IN_ERRORS]) + more

@@ -15,7 +15,7 @@ from ckpt_formats.core.layout import Rule, merge
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.tensor import Fragment, Tensor, with_replicas
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.dcp.folder import ACCELERATE, FoundFolders, MetadataFolder, find, rank_of, stale_files
 from ckpt_formats.engines.dcp.items import ItemBlob, ItemReader, ItemSeals, unnamed_bytes
@@ -254,8 +254,7 @@ def _sizes(folder: Path, by_rank: Sequence[Metadata], missing_files: bool) -> di
         _check_objects(folder, by_rank, frozenset(missing))
         return sizes | dict.fromkeys(missing, 0)
     if missing:
-        more = f" (and {len(missing) - 3} more)" if len(missing) > 3 else ""
-        message = f"{', '.join(map(printable, missing[:3]))}{more} is missing, but is named in the metadata"
+        message = f"{list_names(missing, printable)} is missing, but is named in the metadata"
         raise IncompleteError(message, where=folder, hint="Copy the files of all ranks.")
     return sizes
 

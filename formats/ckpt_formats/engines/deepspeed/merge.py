@@ -9,7 +9,7 @@ from ckpt_formats.core.checkpoint import Group, Parameter
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.layout import Layout, Rule, merge
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.engines.deepspeed.optimizer_states import has_tensor_in
 from ckpt_formats.engines.deepspeed.rank import RankState
 
@@ -98,7 +98,7 @@ def merge_groups(ranks: Sequence[Sequence[Group]], where: Path) -> tuple[Group, 
                 differing = sorted(k for k in {*other.options, *group.options} if not _same_option(other, group, k))
                 raise CorruptError(
                     f"`{printable(name)}` is in two groups of the optimizer: model-parallel ranks disagree on "
-                    f"{', '.join(map(printable, differing[:3]))}",
+                    f"{list_names(differing, printable)}",
                     where=where,
                     hint="Files of several steps or runs were mixed: copy all files of one step again.",
                 )

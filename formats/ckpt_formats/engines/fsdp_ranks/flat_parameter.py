@@ -19,7 +19,7 @@ from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.flat_partitions import FlatPiece, tensor_in
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import FileBlob, Tensor, is_c_order, with_replicas
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.engines.fsdp_ranks.leaves import Leaf
 from ckpt_formats.engines.fsdp_ranks.lookups import FLAT
 from ckpt_formats.engines.fsdp_ranks.sharded_tensor import ShardedTensor, gather, ranks_of_copies
@@ -192,9 +192,8 @@ def _vector(ref: TensorRef) -> FileBlob:
 
 def _need_shapes(names: Sequence[str], where: Path) -> None:
     if names:
-        remaining = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise UnsupportedError(
-            f"`{printable(names[0])}`{remaining}: the files contain flattened parameters (LOCAL_STATE_DICT of FSDP1) "
+            f"{list_names(names, max_count=1)}: the files contain flattened parameters (LOCAL_STATE_DICT of FSDP1) "
             "without their shapes",
             where=where,
             hint=_SHAPES,

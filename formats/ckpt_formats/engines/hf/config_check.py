@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import UnsupportedError
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.values import is_natural
 from ckpt_formats.engines.hf.model_names import NameMatch
 
@@ -27,7 +27,6 @@ _TABLES = (
 _LAYER = re.compile(r"(?:model\.|transformer\.|)(?:layers|h)\.(\d{1,6})\..*")
 _PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """The numbers of additional layers, after the model's own, that predict further tokens."""
-_MAX_NAMES = 3
 
 
 def check_fits(match: NameMatch, named: Sequence[Parameter], config: Mapping[str, Any], partial: bool) -> None:
@@ -43,9 +42,8 @@ def check_fits(match: NameMatch, named: Sequence[Parameter], config: Mapping[str
     if not misfits and match.known and not partial:
         misfits += _names(match)
     if misfits:
-        suffix = f" (and {len(misfits) - _MAX_NAMES} more)" if len(misfits) > _MAX_NAMES else ""
         raise UnsupportedError(
-            f"config.json does not describe this model: {'; '.join(misfits[:_MAX_NAMES])}{suffix}",
+            f"config.json does not describe this model: {list_names(misfits, str, separator='; ')}",
             hint="Name the model's own config.json with --config; or write only the tensors, --to safetensors.",
         )
 

@@ -13,7 +13,7 @@ from ckpt_formats.core.errors import NotFoundError, UnsafeError, UnsupportedErro
 from ckpt_formats.core.folders import CONFIG
 from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.hf.config_check import check_fits
@@ -24,9 +24,6 @@ from ckpt_formats.state_dicts.run_files import PREFIX, SideFile, content_of, pla
 
 ADAPTER = "adapter_config.json"
 _METADATA = {"format": "pt"}
-
-
-_MAX_NAMES = 3
 
 
 def plan_files(
@@ -170,16 +167,11 @@ def _remarks(match: NameMatch, named: Sequence[Parameter], config: Mapping[str, 
     if match.in_files:
         yield "tensors have the form of the model's files, not of the model in memory: stacks of experts are divided"
     if match.missing:
-        yield f"tensors of the model are missing, and transformers will initialize them: {_listed(match.missing)}"
+        yield f"tensors of the model are missing, and transformers will initialize them: {list_names(match.missing)}"
     if match.surplus:
-        yield f"tensors are not in the model, and transformers will ignore them: {_listed(match.surplus)}"
+        yield f"tensors are not in the model, and transformers will ignore them: {list_names(match.surplus)}"
     if tie is not None and match.known and {tie.alias, tie.name} <= names:
         yield (
             f"`{tie.alias}` is a separate tensor, but the configuration ties it to `{tie.name}`: transformers may "
             "use one of them for both"
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    suffix = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(f"`{printable(name)}`" for name in names[:_MAX_NAMES]) + suffix

@@ -23,6 +23,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes, flat_ends
 from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import Array, Blob, FileBlob, FlatRangeBlob
+from ckpt_formats.core.text import list_names
 from ckpt_formats.universal.chunked import read_chunks
 from ckpt_formats.universal.gradients.layout import CHUNK, UPDATE, ChunkRange, LoggedTensor, OptimizerVector, VectorPart
 from ckpt_formats.universal.gradients.optimizers import step_of as group_step
@@ -308,7 +309,7 @@ class SegmentReplay:
 
     def _difference_error(self, step: int, state: str, ranges: list[ChunkRange]) -> CorruptError:
         names = dict.fromkeys(self.segment.layout.tensors[one.part.tensor].name for one in ranges)
-        shown = ", ".join(f"`{name}`" for name in list(names)[:3]) + (", …" if len(names) > 3 else "")
+        shown = list_names(names)
         if step == self.start.step:
             return CorruptError(
                 f"the state at step {step} is not the one that the run had: {_described(state)} of {shown} differs",

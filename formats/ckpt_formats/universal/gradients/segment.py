@@ -18,6 +18,7 @@ from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundErro
 from ckpt_formats.core.files import Reader, read_whole
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.tensor import Array
+from ckpt_formats.core.text import list_names
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.layout import RankLayout, SegmentLayout
@@ -358,8 +359,7 @@ def open_layout(folder: Path) -> tuple[SegmentLayout, tuple[FileHead, ...]]:
     world = len(layout.ranks)
     missing = [rank_file(rank) for rank in range(world) if not (folder / rank_file(rank)).is_file()]
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise IncompleteError(f"of {world} files of ranks, {missing[0]}{more} is missing", where=folder)
+        raise IncompleteError(f"of {world} files of ranks, {list_names(missing, str, 1)} is missing", where=folder)
     return layout, tuple(FileHead(rank, world, layout.first, name) for rank in range(world))
 
 

@@ -5,7 +5,7 @@ because `param_slice_mappings` do not have the order of the data. The model file
 it copies, contain the right weights.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from ckpt_formats.core.geometry import slabs
 from ckpt_formats.core.rounded import is_rounded
 from ckpt_formats.core.seal_checks import seal_is_valid
 from ckpt_formats.core.tensor import FileBlob, Tensor
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names
 
 _VALUES = 64
 
@@ -40,13 +40,14 @@ def check_masters(parameters: Mapping[str, Parameter], round_robin: bool, where:
         )
     if round_robin and wrong:
         raise CorruptError(
-            f"{_CONVERTED}: the masters of {len(wrong)} parameters ({_some(wrong)}) do not round to the weights",
+            f"{_CONVERTED}: the masters of {len(wrong)} parameters ({list_names(wrong)}) do not round to the weights",
             where=where,
             hint=_INSTEAD,
         )
     if 2 * len(wrong) > len(pairs):
         raise CorruptError(
-            f"the masters of {len(wrong)} parameters ({_some(wrong)}) do not round to the weights in the model's files",
+            f"the masters of {len(wrong)} parameters ({list_names(wrong)}) do not round to the weights in the model's "
+            "files",
             where=where,
             hint="Files of several steps or runs were mixed: convert the original checkpoint again.",
         )
@@ -72,8 +73,3 @@ def _intact(parameter: Parameter, reader: Reader) -> bool:
     """Are the checksums of the parameter right? If not, the reader of all values reports the damage."""
     raws = (raw for state in (MASTER, MODEL) for raw in parameter.states[state].sources())
     return all(seal_is_valid(seal, reader) for seal in {raw.seal for raw in raws if raw.seal is not None})
-
-
-def _some(names: Sequence[str]) -> str:
-    listed = ", ".join(f"`{printable(name)}`" for name in names[:3])
-    return f"{listed}, …" if len(names) > 3 else listed

@@ -14,7 +14,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, slabs
 from ckpt_formats.core.rounded import is_rounded
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names
 
 _VALUES = 64
 _BLOCKS = 8
@@ -32,10 +32,9 @@ def suspicions_of(checkpoint: Checkpoint) -> tuple[str, ...]:
                     differing.append(parameter.name)
     if not differing:
         return ()
-    names = ", ".join(f"`{printable(name)}`" for name in differing[:3])
     return (
         f"the optimizer's masters of {len(differing)} of {compared} parameters do not round to the weights, "
-        f"among them {names}: the optimizer states are shifted, or from another iteration. "
+        f"among them {list_names(differing)}: the optimizer states are shifted, or from another iteration. "
         "Megatron core up to 0.19 can save shifted states: as fully_reshardable with several buckets",
     )
 
