@@ -9,15 +9,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ckpt_formats.core.errors import CkptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import IncompleteError, UnsupportedError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Global, Record, Value, is_natural
 from ckpt_formats.names.expressions import evaluate, parse_expression
 from ckpt_formats.names.hyperparameters import (
+    LETTERS,
     Values,
     check_plain,
     differences,
     entries_of,
+    located,
     read,
     write,
 )
@@ -27,9 +29,8 @@ ARGUMENTS = "args"
 """The key of the arguments in a checkpoint's extras."""
 
 _SOURCE = "the run's arguments"
+_PLAIN_HINT = "Other formats keep Megatron's names."
 _CONFIG_HINT = "Name the model's config.json with --config."
-_PATTERN = "hybrid_override_pattern"
-"""A text with a letter for each layer; expressions have a list of the letters."""
 _MAX_LAYERS = 100_000
 _TWINS = {"norm_epsilon": "layernorm_epsilon"}
 """An argument, and its name in other versions of Megatron."""
@@ -42,13 +43,11 @@ def values_of(record: Record, names: Iterable[str], vocabulary: int, *, partial:
     missing or not valid.
     """
     stated = _entries(record, vocabulary)
-    try:
-        check_plain(dialect("megatron").settings, stated, _SOURCE, "Other formats keep Megatron's names.")
+    with located(where, _CONFIG_HINT):
+        check_plain(dialect("megatron").settings, stated, _SOURCE, _PLAIN_HINT)
         stated |= _evidence(stated, list(names), partial)
         reading = read(dialect("megatron").settings, stated, _SOURCE)
         return {**reading.checked(), "vocabulary": vocabulary}
-    except CkptError as error:
-        raise type(error)(error.what, where=where, hint=error.hint or _CONFIG_HINT) from None
 
 
 def compared(values: Values, record: Record, where: Path) -> tuple[str, ...]:
@@ -57,10 +56,8 @@ def compared(values: Values, record: Record, where: Path) -> tuple[str, ...]:
     Raises `UnsupportedError` for arguments of no known family.
     """
     stated = _entries(record, values["vocabulary"])
-    try:
-        check_plain(dialect("megatron").settings, stated, _SOURCE, "Other formats keep Megatron's names.")
-    except CkptError as error:
-        raise type(error)(error.what, where=where, hint=error.hint) from None
+    with located(where):
+        check_plain(dialect("megatron").settings, stated, _SOURCE, _PLAIN_HINT)
     reading = read(dialect("megatron").settings, stated, _SOURCE, with_defaults=False)
     if reading.problems:
         raise next(iter(reading.problems.values()))
@@ -80,6 +77,8 @@ def to_arguments(values: Values, dtype: str | None) -> dict[str, Value]:
         value = evaluate(parse_expression(text), values)
         if value != megatron.settings.defaults.get(name):
             arguments[name] = cast(Value, value)
+    if letters := arguments.get(LETTERS):
+        arguments[LETTERS] = "".join(letters)
     reading = read(megatron.settings, arguments, "Megatron core")
     for name, value, other in differences(values, reading):
         names = entries_of(megatron.settings, name)
@@ -87,8 +86,6 @@ def to_arguments(values: Values, dtype: str | None) -> dict[str, Value]:
             f"Megatron core cannot compute a model with {name} {_text(value)}: with its arguments ({names}), it would "
             f"have {name} {_text(other)}"
         )
-    if letters := arguments.get(_PATTERN):
-        arguments[_PATTERN] = "".join(letters)
     return {**arguments, **({} if dtype is None else _dtype(dtype))}
 
 
@@ -136,8 +133,6 @@ def _entries(record: Record, vocabulary: int) -> dict[str, Any]:
         entries["position_embedding_type"] = "rope"
     if entries.get("glu_activation") == "swiglu":
         entries.setdefault("swiglu", True)
-    if isinstance(pattern := entries.get(_PATTERN), str):
-        entries[_PATTERN] = list(pattern)
     layers = entries.get("num_layers")
     if isinstance(layers, int) and is_natural(layers, _MAX_LAYERS):
         step = entries.get("moe_layer_freq", 1)

@@ -10,10 +10,12 @@ from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.text import printable
 from ckpt_formats.names.expressions import Expression, evaluate, names_of
 from ckpt_formats.names.hyperparameters import (
+    LETTERS,
     ModelReading,
     Values,
     check_plain,
     differences,
+    located,
     read,
     write,
 )
@@ -30,9 +32,6 @@ LLAMA3: dict[str, float] = {
     "original_max_position_embeddings": 8192,
 }
 """The parameters of Llama 3's scaling that Megatron supports. Only its factor can be chosen."""
-_PATTERN = "hybrid_override_pattern"
-"""A text with a letter for each layer; expressions have a list of the letters."""
-_MAX_PATTERN = 100_000
 _SOURCE = "config.json"
 _HINT = "Name the model's own config.json with --config."
 
@@ -105,11 +104,10 @@ def read_config(config: Mapping[str, Any], family: Family) -> ModelReading:
     """The hyperparameters that a config.json states."""
     config = _of_text(config, family)
     entries = {**config, **_rotary(config)}
-    if isinstance(pattern := config.get(_PATTERN), str) and len(pattern) <= _MAX_PATTERN:
-        entries[_PATTERN] = list(pattern)
-        entries["num_hidden_layers"] = len(pattern)
-    elif isinstance(kinds := config.get("layers_block_type"), list):
-        entries["num_hidden_layers"] = len(kinds)
+    for name, kind in ((LETTERS, str), ("layers_block_type", list)):
+        if isinstance(layers := config.get(name), kind):
+            entries["num_hidden_layers"] = len(layers)
+            break
     entries |= {usual: config[own] for usual, own in family.entries.items() if own in config}
     defaults = family.settings.defaults
     entries |= {
@@ -124,13 +122,11 @@ def checked_values(config: Mapping[str, Any], family: Family, where: Path) -> Va
     Raises: IncompleteError or CorruptError if an entry is missing or not valid, UnsupportedError for a model that
     Megatron cannot compute.
     """
-    try:
+    with located(where):
         check_plain(family.settings, _of_text(config, family), _SOURCE, _HINT)
         values = read_config(config, family).checked()
         _check_heads(values)
         _check_scaling(_of_text(config, family), values)
-    except CkptError as error:
-        raise type(error)(error.what, where=where, hint=error.hint) from None
     return values
 
 

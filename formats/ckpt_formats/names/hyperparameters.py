@@ -4,8 +4,10 @@ What a library cannot state is found by reading back what was written: a hyperpa
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
@@ -16,6 +18,9 @@ from ckpt_formats.names.expressions import Expression, evaluate, names_of
 from ckpt_formats.names.tables import Hyperparameter, Settings, hyperparameters
 
 Values = Mapping[str, Any]
+
+LETTERS = "hybrid_override_pattern"
+"""The entry of transformers and of Megatron with a letter for each layer of a hybrid model, as a text."""
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -57,6 +62,8 @@ def read(settings: Settings, entries: Mapping[str, Any], source: str, *, with_de
     Without defaults, a hyperparameter is stated only if all the entries are that it depends on.
     """
     scope = {**(settings.defaults if with_defaults else {}), **entries}
+    if isinstance(letters := scope.get(LETTERS), str) and len(letters) <= _MAX_LAYERS:
+        scope[LETTERS] = list(letters)  # expressions have no texts that they can go through
     values: dict[str, Any] = {}
     problems: dict[str, CkptError] = {}
     stated: set[str] = set()
@@ -83,6 +90,15 @@ def read(settings: Settings, entries: Mapping[str, Any], source: str, *, with_de
         if with_defaults and values[one.name] is None and one.is_required:
             problems[one.name] = _missing(one, expression, source)
     return ModelReading(values, problems, frozenset(stated))
+
+
+@contextmanager
+def located(where: Path, hint: str | None = None) -> Iterator[None]:
+    """Within, an error gets the file that states the model for its place, and the hint if it has none."""
+    try:
+        yield
+    except CkptError as error:
+        raise type(error)(error.what, where=where, hint=error.hint or hint) from None
 
 
 def write(settings: Settings, values: Values) -> dict[str, Any]:

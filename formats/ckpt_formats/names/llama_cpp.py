@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter
-from ckpt_formats.core.errors import CkptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import IncompleteError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.text import printable
@@ -222,7 +222,7 @@ def _described(source: Checkpoint) -> ModelDescription:
     if table is None or not table.shape:
         raise IncompleteError(f"`{_VOCABULARY}` is missing", where=source.path)
     entries["vocab_size"] = table.shape[0]
-    try:
+    with hyperparameters.located(source.path):
         if entries["rope_freqs"]:
             entries["rope_scaling_factor"] = float(read(source.parameters[_FREQUENCIES].weight).max())
         entries["rotary"] = 1.0
@@ -230,8 +230,6 @@ def _described(source: Checkpoint) -> ModelDescription:
         if head_dim and isinstance(entries.get("rope_dimension_count"), int):
             entries["rotary"] = entries["rope_dimension_count"] / head_dim
         values = hyperparameters.read(architecture.settings, entries, _SOURCE).checked()
-    except CkptError as error:
-        raise type(error)(error.what, where=source.path, hint=error.hint) from None
     _check_frequencies(source, values)
     family = _family(architecture, values, source.path)
     config = to_config(values, family, weights_dtype(source))
