@@ -60,7 +60,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "rotary halves in latent attention": ("deepseek_v3", {"rope_interleave": False}, "rope_interleaved"),
     "biases of latent attention": ("deepseek_v3", {"attention_bias": True}, "o_bias"),
     "another router": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
-    "delta nets": ("qwen3_next", {}, "mixers"),
+    "norms inside delta nets that add nothing, where others add one": ("qwen3_next", {}, "delta_norm_adds_one"),
+    "no delta nets": ("qwen3_next", {"layer_types": ["full_attention"] * 3}, "mixers"),
     "a convolution of another width": ("mamba2", {"conv_kernel": 3}, "mamba_conv"),
     "a gate by another function": ("qwen3_moe", {"hidden_act": "gelu"}, "gated"),
 }

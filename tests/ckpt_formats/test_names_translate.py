@@ -407,6 +407,16 @@ TO_HF: dict[str, tuple[Callable[[], Checkpoint], type[CkptError], str]] = {
         UnsupportedError,
         "position_embedding_type",
     ),
+    "delta nets without their tensors": (
+        lambda: in_megatron(experimental_attention_variant="gated_delta_net", linear_attention_freq=2),
+        UnsupportedError,
+        r"also has `decoder.layers.{}.self_attention.A_log`.+linear_attention_freq",
+    ),
+    "another attention": (
+        lambda: in_megatron(experimental_attention_variant="dsa"),
+        UnsupportedError,
+        "experimental_attention_variant",
+    ),
     "no sizes": (lambda: in_megatron(hidden_size=...), IncompleteError, "hidden_size"),
     "a size that is none": (lambda: in_megatron(hidden_size="6"), CorruptError, "hidden_size"),
     "another width": (lambda: in_megatron(ffn_hidden_size=4), CorruptError, r"\[10, 6\], but .* \[8, 6\]"),

@@ -91,6 +91,13 @@ def facts_of_megatron() -> Facts:
         {"position_embedding_type": "yarn", "multi_latent_attention": True, "q_lora_rank": 2, "kv_lora_rank": 3},
         {"moe_router_score_function": "sigmoid", "moe_router_num_groups": 2, "moe_router_group_topk": 1}
         | {"moe_router_topk_scaling_factor": 2.5},
+        {
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": [1, 0],
+            "linear_conv_kernel_dim": 3,
+        }
+        | {"layernorm_zero_centered_gamma": True, "attention_output_gate": True},
+        {"experimental_attention_variant": "dsa"},
     ]
     result = {str(i): dict(read_entries(settings, required | kind, "x").values) for i, kind in enumerate(kinds)}
     result["plain"] = {name: _refuses(settings, name) for name in settings.plain}
