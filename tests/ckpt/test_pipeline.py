@@ -431,7 +431,7 @@ def test_save_refuses_an_incomplete_source_before_it_writes(tmp_path: Path) -> N
         with pytest.raises(IncompleteError) as caught:
             check_complete(replace(source, parameters=dict(list(holes.items())[:count])))
         assert [name for name in holes if f"`{name}`" in caught.value.what] == list(holes)[: min(count, 3)]
-        assert caught.value.what.endswith(f"(and {count - 3} more)") == (count > 3)
+        assert caught.value.what.endswith(f" and {count - 3} more") == (count > 3)
     for stray in (replace(source, aliases={"a": "nobody"}), replace(source, groups=(Group({}, ("nobody",)),))):
         with pytest.raises(IncompleteError, match="nobody"):
             check_complete(stray)

@@ -14,6 +14,7 @@ from ckpt_formats.core.errors import IncompleteError, UnsupportedError
 from ckpt_formats.core.format import Naming
 from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.names.config import CONFIG, configured_model
+from ckpt_formats.names.packings import stored_shape
 from ckpt_formats.names.tables import dialect, families
 from ckpt_formats.names.translate import NATIVE, naming_of
 from held import array, bits, checkpoint, contents, parameter
@@ -40,6 +41,14 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 4,
         "norm_topk_prob": True,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4},
     },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
@@ -70,10 +79,9 @@ def model(family: str, **entries: Any) -> Checkpoint:
     known = configured.model
     parameters = []
     for i, one in enumerate(known.stored("hf")):
-        (key,) = one.keys
         if one.is_copy or (one.names[0] == "lm_head.weight" and config["tie_word_embeddings"]):
             continue
-        shape = known.shape(key[0], one.scope)
+        shape = stored_shape(one.packing, one.scope, known.shape)
         states = {state: array(DTYPES["float32"], shape, 2 * i + n) for n, state in enumerate(("model", "exp_avg"))}
         parameters.append(parameter(one.names[0], states))
     return checkpoint(parameters, (), {CONFIG: config})
@@ -145,10 +153,35 @@ def test_latent_attention_and_predicted_tokens_have_the_names_of_torchtitan() ->
     assert contents(source).items() <= contents(use_names(renamed, "hf")).items()
 
 
-def test_earlier_names_of_torchtitan_are_read() -> None:
-    source = model("qwen3_moe")
+@pytest.mark.parametrize("state", ["model", "exp_avg"])
+def test_experts_of_gpt_oss_are_transposed_in_torchtitan_and_gate_and_up_stay_in_turn(state: str) -> None:
+    """TorchTitan takes `x[..., ::2]` as the gate, and multiplies with the transposed weight of each expert."""
+    source = model("gpt_oss")
+    renamed = use_names(source, "torchtitan")
+    for layer in range(LAYERS):
+        experts, own = f"layers.{layer}.moe.routed_experts.inner_experts", f"model.layers.{layer}.mlp.experts"
+        for theirs, ours in (("mlp1_weight_EGD", "gate_up_proj"), ("mlp2_weight_EDF", "down_proj")):
+            matrices = values(source, f"{own}.{ours}", state).transpose(0, 2, 1)
+            assert bits(values(renamed, f"{experts}.{theirs}", state)) == bits(np.ascontiguousarray(matrices))
+        for theirs, ours in (("mlp1_bias_EG", "gate_up_proj_bias"), ("mlp2_bias_ED", "down_proj_bias")):
+            assert bits(values(renamed, f"{experts}.{theirs}", state)) == bits(values(source, f"{own}.{ours}", state))
+    same = {
+        "layers.0.attention.qkv_linear.wk.bias": "model.layers.0.self_attn.k_proj.bias",
+        "layers.0.attention.wo.bias": "model.layers.0.self_attn.o_proj.bias",
+        "layers.1.attention.sinks": "model.layers.1.self_attn.sinks",
+        "layers.1.moe.router.gate.bias": "model.layers.1.mlp.router.bias",
+    }
+    for theirs, ours in same.items():
+        assert bits(values(renamed, theirs, state)) == bits(values(source, ours, state)), theirs
+    assert contents(use_names(renamed, "hf")) == contents(source)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_earlier_names_of_torchtitan_are_read(family: str) -> None:
+    source = model(family)
     titan = use_names(source, "torchtitan")
-    old = {"qkv_linear.": "", "routed_experts.inner_": "", "_EFD": "", "_EDF": "", "lm_head": "output"}
+    old = {"qkv_linear.": "", "routed_experts.inner_": "", "lm_head": "output"}
+    old |= {f"_{axes}": "" for axes in ("EFD", "EDF", "EGD", "EG", "ED")}
     names = {name: name for name in titan}
     for before, after in old.items():
         names = {name: new.replace(before, after) for name, new in names.items()}
