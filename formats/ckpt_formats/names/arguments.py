@@ -138,9 +138,9 @@ def _entries(record: Record, vocabulary: int) -> dict[str, Any]:
         step = entries.get("moe_layer_freq", 1)
         if is_natural(step) and step > 0:
             entries["moe_layer_freq"] = [layer % step == 0 for layer in range(layers)]
-        step = entries.get("linear_attention_freq")
-        if is_natural(step) and step > 0:
-            entries["linear_attention_freq"] = [bool((layer + 1) % step) for layer in range(layers)]
+        period = entries.get("linear_attention_freq", 0)
+        if is_natural(period) and period > 0:
+            entries["linear_attention_freq"] = [bool((layer + 1) % period) for layer in range(layers)]
         skipped = entries.get("window_attn_skip_freq", 0)
         if is_natural(skipped):
             entries["window_attn_skip_freq"] = [not skipped or bool((layer + 1) % skipped) for layer in range(layers)]
