@@ -15,9 +15,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_cli.views.report import say
 from ckpt_formats.core.errors import NoSpaceError, OutputError
 from ckpt_formats.core.locking import FULL
-from ckpt_formats.core.text import PARTIAL
+from ckpt_formats.core.text import PARTIAL, printable
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -85,7 +86,7 @@ def check_place(target: Path, command: str) -> None:
 
 
 def write(content: str, target: Path, command: str) -> None:
-    """Write the page completely or not at all. Raises `OutputError`, `NoSpaceError`."""
+    """Write the page completely or not at all, and print where it is. Raises `OutputError`, `NoSpaceError`."""
     draft = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL}")
     try:
         try:
@@ -100,6 +101,7 @@ def write(content: str, target: Path, command: str) -> None:
     except OSError as error:
         kind = NoSpaceError if error.errno in FULL else OutputError
         raise kind(f"cannot be written: {error.strerror or error}", where=target) from error
+    say(f"page: {printable(str(target))}")
 
 
 def _is_page(path: Path, command: str) -> bool:

@@ -40,6 +40,7 @@ def written(source: Checkpoint, target: Path) -> Path:
 def page(folder: Path, first: Path, second: Path, *options: object, code: int = 1) -> str:
     done = ckpt("diff", first, second, "--html", folder / "diff.html", *options)
     assert done.code == code, done.err
+    assert f"page: {folder / 'diff.html'}" in done.err.splitlines()
     return (folder / "diff.html").read_text("ascii")
 
 

@@ -102,6 +102,7 @@ def test_pages_have_no_errors_in_edge_cases(browser: Any, pages: dict[str, Path]
 def test_tables_are_sorted_and_filtered_by_keyboard(browser: Any, pages: dict[str, Path]) -> None:
     with opened(browser, pages["inspect"]) as tab:
         press = tab.page.keyboard.press
+        assert {"0", "1"} <= set(tab.page.locator(".treemap text").all_text_contents())  # the layers
         press("Tab")
         assert tab.focused() == "Skip to the content"
         press("Tab")
@@ -171,6 +172,8 @@ def test_a_heat_map_is_walked_by_arrow_keys_and_chooses_rows(browser: Any, pages
         assert tab.page.locator("#tip").is_visible()
         assert "gradient" in style(tab, "#legend .gap", "backgroundImage")
         assert style(tab, "#legend .same", "backgroundColor") != "rgba(0, 0, 0, 0)"
+        assert tab.page.locator("h1").inner_text().startswith("All 129 compared tensors differ")
+        assert tab.page.locator(".in-cell").first.text_content() == "1.5"  # a relative change of 1.5
         cell.focus()
         before = tab.focused()
         tab.page.keyboard.press("ArrowDown")

@@ -33,22 +33,17 @@ function families(cells) {
 }
 
 function scaleOf(cells, measure) {
-  const values = [];
+  const values = [], fixed = MEASURES[measure][3];
   for (const cell of cells.values()) {
     const value = cell.numbers && cell.numbers.changed ? MEASURES[measure][1](cell.numbers) : null;
     if (value > 0) values.push(value);
   }
   if (!values.length) return null;
   const high = largest(values), low = Math.max(smallest(values), high * 1e-8); // what is further below is not told apart
-  return { low, high, linear: measure === "share" && low > high / 100 };
+  return fixed ? { low: fixed[0], high: fixed[1] } : { low: Math.min(low, high / 10 ** FEWEST_DECADES), high };
 }
 
-function levelOf(value, scale) {
-  const { low, high, linear } = scale;
-  if (high <= low) return Math.round(LEVELS * 0.6);
-  const at = linear ? (value - low) / (high - low) : Math.log(value / low) / Math.log(high / low);
-  return Math.round(clamp(at, 0, 1) * (LEVELS - 1));
-}
+const levelOf = (value, { low, high }) => Math.round(clamp(Math.log(value / low) / Math.log(high / low), 0, 1) * (LEVELS - 1));
 
 function paint(cell, scale, measure) {
   if (!cell.numbers) return "gap";

@@ -22,7 +22,7 @@ function head() {
   const layout = facts.layout.map(([key, value]) => `${key} ${value}`);
   by("facts-of").append(...[[facts.engine, facts.version].filter(Boolean).join(" "), `format ${facts.format}`, facts.step === null ? "step not stated" : `step ${facts.step}`,
     ...(layout.length ? layout : ["not sharded"])].filter(Boolean).map((one) => el("li", {}, named(one, 120))),
-  facts.approximate ? el("li", { class: "warn" }, `${plural(facts.approximate, "state is", "states are")} approximate`) : el("li", { class: "good" }, "exact"));
+  facts.approximate ? el("li", { class: "warn" }, `${plural(facts.approximate, "state is", "states are")} approximate`) : facts.coded ? el("li", { class: "good" }, "exact") : "");
   const raw = sum(facts.sizes, "raw_nbytes"), stored = sum(facts.sizes, "stored_nbytes"), trained = model.filter((one) => one.role === "parameter" || one.role === "frozen");
   const many = integer(sum(trained, "elements"));
   by("tiles").append(

@@ -27,8 +27,8 @@ function head() {
   const approximate = members.filter((one) => !one.exact).length, lastOne = members[members.length - 1];
   by("tiles").append(
     tile("stored", bytes(facts.stored_nbytes), `of ${bytes(facts.raw_nbytes)}`, facts.stored_nbytes / Math.max(facts.raw_nbytes, 1)),
-    tile("bases and deltas", integer(members.filter((one) => one.kind === "base").length), `${plural(members.filter((one) => one.kind !== "base").length, "delta")} after them`),
-    approximate ? tile("approximate", integer(approximate), `of ${plural(members.length, "state")}; the others are exact`) : tile("values", "exact", "every bit of every state"),
+    ...(members.length ? [tile("bases and deltas", integer(members.filter((one) => one.kind === "base").length), `${plural(members.filter((one) => one.kind !== "base").length, "delta")} after them`)] : []),
+    ...(!members.length ? [] : [approximate ? tile("approximate", integer(approximate), `of ${plural(members.length, "state")}; the others are exact`) : tile("values", "exact", "every bit of every state")]),
     ...(lastOne ? [tile("to restore the last", bytes(facts.tip ? facts.tip.stored_nbytes : figures.reads(lastOne)), facts.tip ? "to read: it is stored alone, too" : `to read, ${plural(lastOne.restore.deltas, "delta")} to replay`)] : []),
     ...(segments.length ? [tile("gradients", bytes(segments.reduce((sum, one) => sum + (one.stored_nbytes || 0), 0)), plural(segments.length, "segment"))] : []),
   );

@@ -6,20 +6,23 @@ function map() {
   by("where-note").textContent = numbered.length
     ? "One cell for each layer and role. Point at a cell for its numbers; choose it to see its tensors in the table."
     : "The names of these tensors number no layers. Point at a tensor for its numbers; choose it to see it in the table.";
-  legend(scale, measure);
+  legend(scale, measure, cells);
   by("map").replaceChildren(...numbered.map((family) => familyMap(family, scale, measure, numbered.length > 1)));
   if (others.length) by("map").append(outside(others, scale, measure, numbered.length > 0));
   if (!cells.size) by("map").append(el("p", { class: "note" }, "There are no tensors to compare."));
 }
 
-function legend(scale, measure) {
+function legend(scale, measure, cells) {
   const text = MEASURES[measure][2], parts = [];
   if (scale) {
     parts.push(el("span", {}, MEASURES[measure][0]));
     const ramp = el("span", { class: "scale", "aria-hidden": "true" }, ...Array.from({ length: LEVELS }, (_, i) => el("i", { class: `l${i}` })));
-    parts.push(scale.low < scale.high ? el("span", {}, text(scale.low), ramp, text(scale.high)) : el("span", {}, ramp, `all ${text(scale.high)}`));
+    parts.push(el("span", {}, text(scale.low), ramp, text(scale.high)));
   }
   parts.push(el("span", {}, el("i", { class: "swatch same" }), "the same bits"));
+  if ([...cells.values()].some((cell) => paint(cell, scale, measure) === "odd")) {
+    parts.push(el("span", {}, el("i", { class: "swatch odd" }), "NaN or infinite"));
+  }
   if (facts.tensors.some((row) => row.state === chosen.state && !COMPARED.has(row.kind))) {
     parts.push(el("span", {}, el("i", { class: "swatch gap" }), "not on both sides, or of another shape"));
   }
@@ -52,6 +55,8 @@ function familyMap(family, scale, measure, named) {
         onkeydown: (event) => walk(event, nodes, y, x, cell),
       });
       row.append(node);
+      const text = width >= 42 && height >= 24 ? inCell(cell, scale, measure) : null;
+      if (text) row.append(svg("text", { class: `in-cell ${text.tone}`, "aria-hidden": "true", x: label + (x + 0.5) * width, y: top + y * height + height / 2 + 4, "text-anchor": "middle" }, text.value));
       return node;
     }));
     grid.append(row);
@@ -60,6 +65,15 @@ function familyMap(family, scale, measure, named) {
   if (first) first.setAttribute("tabindex", 0);
   return el("div", { class: "family layers" }, named ? el("h3", { class: "mono" }, shown(family.prefix) || "(numbered at the top)") : null,
     el("div", { class: "scroll" }, picture), rest(family.layers.size));
+}
+
+/** The number of a cell, short, and whether its ground is light or dark. */
+function inCell(cell, scale, measure) {
+  if (!cell.numbers || !cell.numbers.changed) return null;
+  const value = MEASURES[measure][1](cell.numbers);
+  if (!(value > 0)) return { value: "NaN", tone: "plain" };
+  const short = measure === "share" ? `${Number((100 * value).toPrecision(2))}%` : value >= 0.01 && value < 1000 ? String(Number(value.toPrecision(2))) : value.toExponential(0).replace("e+", "e");
+  return { value: short, tone: levelOf(value, scale) < LEVELS / 2 ? "first-half" : "second-half" };
 }
 
 const hatching = () => svg("defs", {}, svg("pattern", { id: "hatching", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },

@@ -16,7 +16,7 @@ function head() {
   by("tiles").append(
     tile("wasted", percent(best.waste), "of the time"),
     tile("a failure every", duration(facts.run.mtbf), "on average"),
-    tile("against Young", percent(facts.young.gain), "less time"),
+    ...(facts.young.gain >= 1e-3 ? [tile("against Young", percent(facts.young.gain), "less time")] : []),
     ...(best.day_nbytes === null ? [] : [tile("written", bytes(best.day_nbytes), "a day")]),
   );
 }

@@ -74,9 +74,12 @@ function squarified(items, x, y, width, height) {
   return placed;
 }
 
-/** All rectangles of a module: tensors, or modules that are too small for their tensors. */
+const isNumber = (name) => /^\d+$/.test(name);
+
+/** The rectangles of a module: of its parts; of layers and of tensors outside them, which are named inside the parts; and
+ *  of all tensors, or of modules that are too small for their tensors. */
 function leaves(parts, measure, box) {
-  const found = [], open = squarified(parts, ...box).map((one) => ({ ...one, level: 0 }));
+  const found = [], named = [], open = squarified(parts, ...box).map((one) => ({ ...one, level: 0, inLayer: isNumber(one.label) }));
   const outer = [...open];
   while (open.length) {
     const one = open.pop();
@@ -84,13 +87,17 @@ function leaves(parts, measure, box) {
     const gap = one.level < 2 ? 1 : 0.5, head = one.level === 0 && one.width > 64 && one.height > 44 ? 17 : 0;
     const inner = squarified(partsOf(one.node, measure), one.x + gap, one.y + gap + head, one.width - 2 * gap, one.height - 2 * gap - head);
     if (!inner.length) found.push(one);
-    for (const part of inner) open.push({ ...part, level: one.level + 1 });
+    for (const part of inner) {
+      const isLayer = isNumber(part.label);
+      if (!one.inLayer && (isLayer || !part.node.kids.size)) named.push(part);
+      open.push({ ...part, level: one.level + 1, inLayer: one.inLayer || isLayer });
+    }
   }
-  return [outer, found];
+  return [outer, named, found];
 }
 
 function treemap(node, measure, hues, wide, tall, enter) {
-  const parts = partsOf(node, measure), [outer, found] = leaves(parts, measure, [0, 0, wide, tall]);
+  const parts = partsOf(node, measure), [outer, inner, found] = leaves(parts, measure, [0, 0, wide, tall]);
   const picture = svg("svg", { class: "treemap", width: wide, height: tall, viewBox: `0 0 ${wide} ${tall}`, role: "img", "aria-label": `Treemap of ${plural(parts.length, "part")}; the table below has the same numbers` });
   const paths = new Map();
   const square = (one, trim) => `M${(one.x + trim).toFixed(1)},${(one.y + trim).toFixed(1)}h${Math.max(0.4, one.width - 2 * trim).toFixed(1)}v${Math.max(0.4, one.height - 2 * trim).toFixed(1)}h${-Math.max(0.4, one.width - 2 * trim).toFixed(1)}z`;
@@ -102,7 +109,12 @@ function treemap(node, measure, hues, wide, tall, enter) {
   for (const [hue, d] of paths) picture.append(svg("path", { class: `c${hue}`, d }));
   for (const one of outer) {
     const letters = Math.floor((one.width - 8) / 7.4), high = one.node.kids.size ? 44 : 20;
-    if (letters >= 4 && one.height > high && one.width > 64) picture.append(svg("text", { x: one.x + 5, y: one.y + 13, class: "strong" }, short(shown(one.label), letters)));
+    const label = one.label.length > letters ? one.label.replace(/\.weight$/, "") : one.label;
+    if (letters >= Math.min(4, label.length) && one.height > high && one.width > 22) picture.append(svg("text", { x: one.x + 5, y: one.y + 13, class: "strong" }, short(shown(label), letters)));
+  }
+  for (const one of inner) {
+    const label = one.label.replace(/\.weight$/, "");
+    if (one.width > 8 + 7.4 * label.length && one.height > 18) picture.append(svg("text", { x: one.x + 5, y: one.y + 13, class: "strong" }, shown(label)));
   }
   const within = (one, x, y) => x >= one.x && x < one.x + one.width && y >= one.y && y < one.y + one.height;
   const at = (event) => {
