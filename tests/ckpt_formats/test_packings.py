@@ -41,6 +41,9 @@ def expected(node: Node, arrays: Callable[[str, int | None], Array], expert: int
         half = len(first) // size // 2
         order = [(2 * head + part) * half + i for head in range(size) for i in range(half) for part in range(2)]
         return first[order]
+    if node.kind == "turned":
+        heads = np.split(first, size)
+        return np.stack([[[row[i] for row in rows] for i in range(rows.shape[1])] for rows in heads]).astype(DTYPE)
     if node.kind == "T":
         return np.array([[row[i] for row in first] for i in range(first.shape[1])], DTYPE).reshape(first.shape[::-1])
     return first.reshape(size) if node.kind == "shaped" else first
@@ -53,7 +56,7 @@ def divisors(n: int) -> list[int]:
 @st.composite
 def matrices(draw: st.DrawFn, shape: tuple[int, int], shapes: dict[str, Shape], depth: int = 3) -> str:
     """A tree that stores a matrix of this shape. Adds the shapes of its atoms to `shapes`."""
-    kinds = ["by", "T", "rope", "shaped", "pad", "copy", "atom"] if depth else ["atom"]
+    kinds = ["by", "T", "rope", "turned", "shaped", "pad", "copy", "atom"] if depth else ["atom"]
     kind, (rows, columns) = draw(st.sampled_from(kinds)), shape
 
     def inner(*inside: int) -> str:
@@ -71,6 +74,10 @@ def matrices(draw: st.DrawFn, shape: tuple[int, int], shapes: dict[str, Shape], 
     if kind == "shaped" and rows * columns:
         first = draw(st.sampled_from(divisors(rows * columns)))
         return f"shaped([{rows}, {columns}], {inner(first, rows * columns // first)})"
+    if kind == "turned" and rows * columns:
+        first = draw(st.sampled_from(divisors(rows * columns)))
+        heads = draw(st.sampled_from(divisors(first)))
+        return f"shaped([{rows}, {columns}], turned({heads}, {inner(first, rows * columns // first)}))"
     if kind in ("pad", "copy"):
         return f"{kind}({inner(rows, columns)})"
     name = f"atoms.a{len(shapes)}"
@@ -162,6 +169,7 @@ def shape_of(name: str, scope: Scope) -> Shape:
         ("each(3, q)", (3, 5, 12), (3, 12, 5)),
         ("each(3, T(q))", (), (3, 5, 12)),
         ("rope(2, q)", (6, 10), (12, 5)),
+        ("turned(4, q)", (4, 3, 5), (4, 5, 3)),
         ("shaped([6, 10], q)", (12, 5), (6, 10)),
     ],
 )
@@ -184,6 +192,8 @@ def test_tensor_of_another_shape_is_refused(text: str, shape: Shape, stored: Sha
         ("by(n, q, k)", [2], "`n` is a list of 1"),
         ("by(n, T(q), k)", 1, "q, k have the shapes [5, 12], [6, 5], which differ in more than their rows"),
         ("rope(n, q)", 4, "q has 12 rows, which cannot be divided into `n` = 4 heads of 2 halves"),
+        ("turned(n, q)", 5, "q has 12 rows, which cannot be divided into `n` = 5 groups"),
+        ("turned(n, each(2, q))", 2, "q has the shape [2, 12, 5], which is not that of a matrix"),
         ("each(n, q)", 0, "`n` is 0: a stack has 1 to 1,048,576 tensors"),
         ("each(n, q)", 1 << 40, "a stack has 1 to 1,048,576 tensors"),
         ("each(n, q)", None, "`n` is None"),

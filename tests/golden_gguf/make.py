@@ -5,6 +5,7 @@
 
 llama.cpp computes with a float32 cache and without flash attention. `logits.json` has the configuration of each model;
 afterwards it also has the digest of the file that ckpt writes, the largest difference of logits and the largest logit.
+llama.cpp computes GELU by a table in float16: so does transformers here.
 The tests compare the digests, so they need neither library.
 
 The library of xllamacpp has llama.cpp's C interface; llama-cpp-py-sync declares it.
@@ -50,11 +51,14 @@ def library() -> tuple[Any, Any]:
 def of_llama_cpp(path: str) -> np.ndarray:
     """The logits of a `.gguf` file: (tokens, vocabulary) float32."""
     ffi, llama = library()
-    quiet = ffi.callback("void(enum ggml_log_level, const char*, void*)", lambda level, text, data: None)
+    lines: list[str] = []
+    quiet = ffi.callback(
+        "void(enum ggml_log_level, const char*, void*)", lambda level, text, data: lines.append(ffi.string(text))
+    )
     llama.llama_log_set(quiet, ffi.NULL)
     llama.llama_backend_init()
     model = llama.llama_model_load_from_file(path.encode(), llama.llama_model_default_params())
-    assert model, f"llama.cpp does not load {path}"
+    assert model, f"llama.cpp does not load {path}: {b''.join(lines[-4:]).decode()}"
     options = llama.llama_context_default_params()
     options.n_ctx = options.n_batch = options.n_ubatch = 64
     options.n_threads = options.n_threads_batch = 1
@@ -71,15 +75,36 @@ def of_llama_cpp(path: str) -> np.ndarray:
     return np.stack([np.frombuffer(row, np.float32).copy() for row in rows])
 
 
-def of_transformers(folder: Path) -> np.ndarray:
-    """The logits of a model of transformers, in float32: (tokens, vocabulary)."""
+def of_transformers(folder: Path, table: bool) -> np.ndarray:
+    """The logits of a model of transformers, in float32: (tokens, vocabulary). `table`: with llama.cpp's GELU."""
     import torch
     import transformers
 
+    if table:
+        for name in ("gelu_new", "gelu_pytorch_tanh"):
+            transformers.activations.ACT2FN[name] = GeluOfLlamaCpp
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     model.set_experts_implementation("eager")  # others need aligned sizes
     with torch.no_grad():
         return np.asarray(model.eval()(torch.tensor(TOKENS)[None]).logits[0])
+
+
+def has_table(config: Any) -> bool:
+    """Whether llama.cpp computes the model's activation by a table in float16."""
+    from ckpt_formats.names.config import configured_model
+
+    configured = configured_model(config)
+    return configured is not None and configured.model.values["activation"] == "gelu_new"
+
+
+class GeluOfLlamaCpp:
+    """GELU by the hyperbolic tangent as llama.cpp's table has it: of a float16, rounded to float16."""
+
+    def __call__(self, x: Any) -> Any:
+        import torch
+
+        near = torch.nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
+        return torch.where(x <= -10, torch.zeros_like(x), torch.where(x >= 10, x, near))
 
 
 def main(names: list[str]) -> None:
@@ -94,7 +119,7 @@ def main(names: list[str]) -> None:
             ckpt.save(ckpt.open(folder), file)
             own = Path(scratch) / "logits.npy"
             subprocess.run([sys.executable, __file__, "--logits", str(file), str(own)], check=True, timeout=SECONDS)
-            expected = of_transformers(folder)
+            expected = of_transformers(folder, has_table(GOLDEN[name]["config"]))
             difference = float(np.abs(np.load(own) - expected).max())
             notes[name] = {
                 "digest": digest(file),

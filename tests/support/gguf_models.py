@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 
 from ckpt_formats.names.config import configured_model
@@ -15,7 +16,7 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "golden_gguf" / "logits.json").
 
 
 def weights_of(config: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Random weights, float32, by their names in files."""
+    """Random weights, float32, by their names in files. Norms that add one to their weights have values of bfloat16."""
     configured = configured_model(config)
     assert configured is not None
     model, rng = configured.model, np.random.default_rng([*json.dumps(config, sort_keys=True).encode()])
@@ -23,16 +24,16 @@ def weights_of(config: dict[str, Any]) -> dict[str, np.ndarray]:
     for one in model.stored("hf"):
         if tie is None or one.names[0] != tie.alias:
             name = one.names[0]
-            centre = 1 if "norm" in name and name.endswith("weight") else 0
-            values = rng.normal(centre, 0.1, stored_shape(one.packing, one.scope, model.shape))
-            tensors[name] = values.astype(np.float32)
+            is_norm, adds_one = "norm" in name and name.endswith("weight"), model.values["norms_add_one"]
+            values = rng.normal(is_norm and not adds_one, 0.1, stored_shape(one.packing, one.scope, model.shape))
+            tensors[name] = values.astype(bfloat16 if is_norm and adds_one else np.float32).astype(np.float32)
     return tensors
 
 
-def write_model(folder: Path, name: str) -> Path:
-    """The folder of a model as transformers loads it."""
+def write_model(folder: Path, name: str, config: dict[str, Any] | None = None) -> Path:
+    """The folder of a model as transformers loads it. `config`: another one than the model's."""
     folder.mkdir(parents=True)
-    config = GOLDEN[name]["config"]
+    config = GOLDEN[name]["config"] if config is None else config
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights_of(config), folder / "model.safetensors", {"format": "pt"})
     return folder

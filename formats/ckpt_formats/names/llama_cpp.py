@@ -19,10 +19,11 @@ from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.names import hyperparameters
-from ckpt_formats.names.config import CONFIG, LLAMA3, differing, is_preferred, model_of, to_config
+from ckpt_formats.names.config import CONFIG, LLAMA3, differing, is_preferred, model_of, read_config, to_config
 from ckpt_formats.names.describe import ModelDescription, by_config_alone, weights_dtype
 from ckpt_formats.names.expressions import names_of
-from ckpt_formats.names.hyperparameters import Values, differences, entries_of, write
+from ckpt_formats.names.hyperparameters import Values, differences, entries_of, noted, write
+from ckpt_formats.names.shifted_norms import with_shifted_norms
 from ckpt_formats.names.tables import Dialect, Family, Settings, changed_dialect, dialect, families, parse_expressions
 from ckpt_formats.names.translate import GGUF_VALUES, translated, without
 
@@ -31,6 +32,8 @@ _DIALECT = "gguf"
 _FREQUENCIES = "rope_freqs.weight"
 _VOCABULARY = "token_embd.weight"
 _SOURCE = "the file"
+_DIGITS = 6
+"""Decimals that a float32 near one has."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,9 @@ def to_llama_cpp(source: Checkpoint, config: Mapping[str, Any] | None = None, *,
     if architecture is None:
         raise UnsupportedError(f"the names of models of the family {family.name} in llama.cpp are not known")
     named = replace(description, model=_with_names(description, architecture))
+    _check_further_tokens(values, source)
     names = named.model.names(_DIALECT)
-    header = _header(values, architecture, names)
+    header, notices = _header(values, architecture, names)
     renamed = translated(without(source, family.ignored), named, "hf", _DIALECT, partial=partial)
     parameters = dict(renamed.parameters)
     if values["rope_type"] == "llama3":
@@ -87,7 +91,13 @@ def to_llama_cpp(source: Checkpoint, config: Mapping[str, Any] | None = None, *,
         parameters = {_FREQUENCIES: Parameter(_FREQUENCIES, "buffer", {MODEL: factors}), **parameters}
     stated = source.extras.get(GGUF_VALUES)
     others = {key: one for key, one in stated.items() if _is_of_tokenizer(key)} if isinstance(stated, dict) else {}
-    return replace(renamed, parameters=parameters, extras={**source.extras, GGUF_VALUES: {**header, **others}})
+    named_model = replace(
+        renamed,
+        parameters=parameters,
+        extras={**source.extras, GGUF_VALUES: {**header, **others}},
+        notices=(*renamed.notices, *notices),
+    )
+    return with_shifted_norms(named_model, 1) if values["norms_add_one"] else named_model
 
 
 def from_llama_cpp(source: Checkpoint, config: Mapping[str, Any] | None = None, *, partial: bool = False) -> Checkpoint:
@@ -104,11 +114,13 @@ def from_llama_cpp(source: Checkpoint, config: Mapping[str, Any] | None = None, 
             raise UnsupportedError(f"config.json is of another family than the file, which has {architecture.name}")
         description = replace(by_config, model=_with_names(by_config, architecture))
     known = replace(source, parameters={n: p for n, p in source.parameters.items() if n != _FREQUENCIES})
+    if description.model.values["norms_add_one"]:
+        known = with_shifted_norms(known, -1)
     renamed = translated(known, description, _DIALECT, "hf", partial=partial)
     return replace(
         renamed,
         extras={**source.extras, CONFIG: dict(description.config)},
-        notices=(*source.notices, *description.notices),
+        notices=(*renamed.notices, *description.notices),
     )
 
 
@@ -135,12 +147,21 @@ def _is_of_tokenizer(key: str) -> bool:
     return key.startswith("tokenizer.")
 
 
-def _header(values: Values, architecture: LlamaArchitecture, names: Iterable[str]) -> dict[str, Value]:
-    """The values of a file's header. Raises `UnsupportedError` if llama.cpp cannot compute the model."""
-    stated = {key: one for key, one in write(architecture.settings, values).items() if one is not None}
+def _header(
+    values: Values, architecture: LlamaArchitecture, names: Iterable[str]
+) -> tuple[dict[str, Value], tuple[Notice, ...]]:
+    """The values of a file's header, and what llama.cpp computes slightly differently.
+
+    Raises `UnsupportedError` if llama.cpp cannot compute the model.
+    """
+    floats = dialect(_DIALECT).other["floats"]["names"]
+    written = {key: one for key, one in write(architecture.settings, values).items() if one is not None}
+    if values["position_type"] == "rope":
+        written["rope.dimension_count"] = values["rope_dim"] or int(values["head_dim"] * values["rotary"])
+    scales = _scales()
+    stated = {key: _typed(one * scales[key] if key in scales else one, key in floats) for key, one in written.items()}
     entries = {**_as_entries(stated), **_evidence(names, values["tied"])}
     if values["position_type"] == "rope":
-        stated["rope.dimension_count"] = int(values["head_dim"] * values["rotary"])
         entries |= {"rotary": values["rotary"], "rope_freqs": values["rope_type"] == "llama3"}
     if values["rope_type"] == "llama3":
         entries["rope_scaling_factor"] = values["rope_factor"]
@@ -151,9 +172,32 @@ def _header(values: Values, architecture: LlamaArchitecture, names: Iterable[str
             f"{name} {_text(other)}",
             hint="Other formats hold this model.",
         )
-    floats = dialect(_DIALECT).other["floats"]["names"]
-    typed = {f"{architecture.name}.{key}": _typed(one, key in floats) for key, one in stated.items()}
-    return {ARCHITECTURE: architecture.name, "general.type": "model", **typed}
+    for name, problem in reading.problems.items():
+        raise UnsupportedError(
+            f"llama.cpp cannot compute a model with {name} {_text(values[name])}: {problem.what}",
+            hint="Other formats hold this model.",
+        )
+    own = {f"{architecture.name}.{key}": one for key, one in stated.items()}
+    header = {ARCHITECTURE: architecture.name, "general.type": "model", **own}
+    return header, noted(values, reading, "llama.cpp")
+
+
+def _check_further_tokens(values: Values, source: Checkpoint) -> None:
+    """Raise `UnsupportedError` for a model with layers for multi-token prediction."""
+    if values["mtp_layers"]:
+        first, count = values["layers"], values["mtp_layers"]
+        layers = "|".join(str(first + number) for number in range(count))
+        raise UnsupportedError(
+            f"the model has {count} layer{'s' * (count > 1)} for multi-token prediction, which ckpt does not write "
+            "for llama.cpp",
+            where=source.path,
+            hint=f"Leave them out with --skip 'layers\\.({layers})\\.'",
+        )
+
+
+def _scales() -> Mapping[str, float]:
+    """The values that files state as multiples of what expressions have, with the factors."""
+    return dialect(_DIALECT).other["scaled"]
 
 
 def _typed(value: Any, is_float: bool) -> Value:
@@ -173,6 +217,8 @@ def _as_entries(values: Mapping[str, Any]) -> dict[str, Any]:
             value = value.item()
         elif isinstance(value, np.ndarray):
             value = value.tolist()
+        if key in _scales() and isinstance(value, float):
+            value = round(value / _scales()[key], _DIGITS)
         entries[_as_name(key)] = value
     return entries
 
@@ -234,6 +280,7 @@ def _described(source: Checkpoint) -> ModelDescription:
     family = _family(architecture, values, source.path)
     config = to_config(values, family, weights_dtype(source))
     notices = [Notice(f"config.json is created from the values of the file: a {family.name} model")]
+    notices += noted(values, read_config(config, family), "transformers")
     if unread := tuple(key for key in own if _as_name(key) not in _known_names(architecture)):
         text = "values of the file that config.json does not state, and that may change what the model computes"
         notices.append(Notice(text, unread, Weight.UNSURE))

@@ -10,6 +10,7 @@ result is a view: no data is read.
 | `T(a)` | the transposed matrix |
 | `each(n, a)` | a stack of n tensors; the name `expert` is the index in the stack |
 | `rope(n, a)` | the rows of each of n heads in pairs, one from each half |
+| `turned(n, a)` | a stack of n matrices: the rows of each of n heads, transposed |
 | `pad(a)` | a table that may have further rows at its end |
 | `copy(a)` | a second copy of what is also stored elsewhere |
 | `shaped([x, y], a)` | another shape |
@@ -30,6 +31,7 @@ from ckpt_formats.core.views import (
     halves_of_rotary,
     interleaved,
     pairs_of_rotary,
+    permuted,
     rows_of,
     transposed,
     unstacked_all,
@@ -37,9 +39,11 @@ from ckpt_formats.core.views import (
 )
 from ckpt_formats.names.expressions import Expression, InnerScope, Scope, evaluate, expression_of, natural, shown_value
 
-_SIZED = frozenset(["by", "each", "rope", "shaped"])
+_SIZED = frozenset(["by", "each", "rope", "turned", "shaped"])
 _KINDS = _SIZED | {"T", "pad", "copy"}
 _MAX_EXPERTS = 1 << 20
+_TURNED = (0, 2, 1)
+"""The axes of the stack of matrices of which `turned` is the stack of transposed ones, and the other way round."""
 
 ShapeOf = Callable[[str, Scope], Shape]
 """Returns the shape of an atom in a scope."""
@@ -60,7 +64,7 @@ class Packing:
 
     kind: str
     size: Expression | None
-    """The groups of `by`, the tensors of `each`, the heads of `rope`, the shape of `shaped`; None for all others."""
+    """The groups of `by`, the tensors of `each`, the heads of `rope` and `turned`, the shape of `shaped`; else None."""
     parts: "tuple[Node, ...]"
 
 
@@ -111,6 +115,8 @@ def stored_shape(node: Node, scope: Scope, shape: ShapeOf) -> Shape:
         return shapes[0][::-1]
     if node.kind == "shaped":
         return _given_shape(node, scope, shapes[0])
+    if node.kind == "turned":
+        return _turned_shape(node, scope, shapes[0])
     if node.kind == "rope":
         _groups(node, scope, shapes, 2)
     return shapes[0]
@@ -160,6 +166,9 @@ def _packed(node: Node, scope: Scope, get: TensorOf, shape: ShapeOf) -> Tensor:
         return with_shape(tensors[0], _given_shape(node, scope, shapes[0]))
     if node.kind == "rope":
         return pairs_of_rotary(tensors[0], _groups(node, scope, shapes, 2))
+    if node.kind == "turned":
+        heads, columns, rows = _turned_shape(node, scope, shapes[0])
+        return permuted(with_shape(tensors[0], (heads, rows, columns)), _TURNED)
     return tensors[0]
 
 
@@ -199,6 +208,9 @@ def _part_of(node: Packing, tensor: Tensor, scope: Scope, shape: ShapeOf) -> Ten
     if node.kind == "rope":
         _check_fits(tensor.shape == inner)
         return halves_of_rotary(tensor, _groups(node, scope, [inner], 2))
+    if node.kind == "turned":
+        _check_fits(tensor.shape == _turned_shape(node, scope, inner))
+        return with_shape(permuted(tensor, _TURNED), inner)
     return tensor
 
 
@@ -233,6 +245,14 @@ def _given_shape(node: Packing, scope: Scope, inner: Shape) -> Shape:
         shown = ", ".join(map(shown_value, lengths))
         raise CorruptError(f"{_names(node)} has the shape {list(inner)}, which cannot be reshaped to [{shown}]")
     return shape
+
+
+def _turned_shape(node: Packing, scope: Scope, inner: Shape) -> Shape:
+    """The shape of `turned`: (heads, columns, rows of a head). Raises `CorruptError` for what is not a matrix."""
+    if len(inner) != 2:
+        raise CorruptError(f"{_names(node)} has the shape {list(inner)}, which is not that of a matrix")
+    heads = _groups(node, scope, [inner])
+    return (heads, inner[1], inner[0] // heads)
 
 
 def _check_fits(fits: bool) -> None:

@@ -198,8 +198,11 @@ def _space_prefix(tokenizer: Mapping[str, Any]) -> bool:
     inner = normalizer.get("normalizers") if isinstance(normalizer, dict) else None
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepends = {"type": "Prepend", "prepend": _SPACE}
-    if steps is None and inner in ([prepends, replaces], [replaces]):
-        return bool(inner == [prepends, replaces])
+    # Text without spaces is not split at them.
+    splits = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    rules = inner if inner is not None else [normalizer]
+    if steps in (None, splits) and rules in ([prepends, replaces], [replaces]):
+        return bool(rules == [prepends, replaces])
     raise _refused("treats spaces otherwise than llama.cpp does")
 
 
