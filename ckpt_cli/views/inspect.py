@@ -1,5 +1,7 @@
 """Show a checkpoint's index, as text and as JSON."""
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from math import prod
@@ -28,6 +30,8 @@ _COLUMNS = 48
 _MAX_FILES = 40
 _MAX_VALUE = 70
 _MAX_FAILURES = 3
+_MAX_KINDS = 40
+_NUMBER = re.compile(r"\d+")
 _PLURALS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "extra": "extras"}
 
 
@@ -57,6 +61,7 @@ def print_json(checkpoint: Checkpoint) -> None:
                 {"file": str(s.path), "nbytes": s.nbytes, "role": s.role, "rank": dict(s.rank)}
                 for s in checkpoint.files
             ],
+            **_quantised_data(checkpoint),
             **({"shared": [asdict(one) for one in shared]} if shared else {}),
         }
     )
@@ -116,26 +121,49 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
 
 
 def _quantised(checkpoint: Checkpoint) -> Iterator[str]:
-    """A line for each scheme of quantised weights: the weights, their bits, and their size if they were plain."""
-    from ckpt_formats.core.quantised.weights import quantised_weights
+    """A line for each scheme of quantised weights, and one for each kind of weights: those whose numbers differ."""
+    from ckpt_formats.core.quantised.overview import quantised_overview  # other models need no codecs
 
-    if not quantised_weights(checkpoint):
+    overview = quantised_overview(checkpoint) if _may_be_quantised(checkpoint) else None
+    if overview is None:
         return
-    from ckpt_formats.core.quantised.plain import plain_model  # other models need no codecs
-
-    model = plain_model(checkpoint)
-    schemes = dict.fromkeys((one.scheme, one.quantisation.code_bits) for one in model.weights)
-    for scheme, bits in schemes:
-        own = [one for one in model.weights if (one.scheme, one.quantisation.code_bits) == (scheme, bits)]
-        count = sum(one.tensor.size for one in own)
+    decoded = [one for one in overview.parameters if one.shape is not None]
+    for scheme, bits in dict.fromkeys((one.scheme, one.bits) for one in decoded):
+        own = [one for one in decoded if (one.scheme, one.bits) == (scheme, bits)]
+        count = sum(prod(one.shape or ()) for one in own)
         yield (
             f"quantised   {printable(scheme)}, {bits:g} bits: {len(own):,} weight{'s' * (len(own) != 1)}, "
             f"{count:,} elements, {format_nbytes(2 * count)} as bfloat16"
         )
-    for module, why in list(model.failures.items())[:_MAX_FAILURES]:
-        yield f"quantised   {printable(module)} {printable(why)}: not decoded"
-    if len(model.failures) > _MAX_FAILURES:
-        yield f"quantised   and {len(model.failures) - _MAX_FAILURES:,} more that are not decoded"
+        kinds = Counter(_NUMBER.sub("*", one.name) for one in own)
+        for kind, number in list(kinds.items())[:_MAX_KINDS]:
+            yield f"            {printable(kind)}{f' ({number:,})' if number > 1 else ''}"
+        if len(kinds) > _MAX_KINDS:
+            yield f"            and {len(kinds) - _MAX_KINDS:,} more kinds of weights"
+    failures = [one for one in overview.parameters if one.shape is None]
+    for one in failures[:_MAX_FAILURES]:
+        yield f"quantised   {printable(one.name)} {printable(one.problem or '')}: not decoded"
+    if len(failures) > _MAX_FAILURES:
+        yield f"quantised   and {len(failures) - _MAX_FAILURES:,} more that are not decoded"
+    if overview.bits_per_weight is not None:
+        yield f"            {overview.bits_per_weight:.2f} bits per weight, with scales and plain weights"
+
+
+def _may_be_quantised(checkpoint: Checkpoint) -> bool:
+    from ckpt_formats.core.quantised.weights import quantised_weights
+
+    return checkpoint.origin.engine == "llama.cpp" or bool(quantised_weights(checkpoint))
+
+
+def _quantised_data(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What is quantised as plain data; nothing if nothing is."""
+    from ckpt_formats.core.quantised.overview import quantised_overview
+
+    overview = quantised_overview(checkpoint) if _may_be_quantised(checkpoint) else None
+    if overview is None:
+        return {}
+    own = [{**asdict(one), "shape": list(one.shape or ())} for one in overview.parameters]
+    return {"quantised": own, "bits_per_weight": overview.bits_per_weight}
 
 
 def print_ranks(

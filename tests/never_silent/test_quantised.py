@@ -372,7 +372,17 @@ def test_diff_of_two_schemes_compares_values(tmp_path: Path) -> None:
 def test_inspect_names_scheme_and_bits(models: Mapping[str, Checkpoint]) -> None:
     ran = ckpt("inspect", models["awq"].path)
     assert "AWQ or GPTQ, 4 bits: 1 weight, 2,048 elements, 4.0 KiB as bfloat16" in ran.out.replace("\xa0", " ")
+    assert "model.layers.*.self_attn.q_proj.weight" in ran.out
+    (own,) = (stated := json.loads(ckpt("inspect", models["awq"].path, "--json").out))["quantised"]
+    assert (own["name"], own["bits"], own["shape"]) == (f"{MODULE}.weight", 4, [64, 32])
+    assert set(own["parts"]) == codes_of(CASES["awq"])
+    plain = 4 * (64 + 32)
+    assert own["stored_nbytes"] == 32 * 8 * 4 + 8 * 4 + 64 * 2
+    assert stated["bits_per_weight"] == pytest.approx(8 * (own["stored_nbytes"] + plain) / (64 * 32 + 64 + 32))
     assert "not decoded" in ckpt("inspect", models["vptq"].path).out
+    stated = json.loads(ckpt("inspect", models["vptq"].path, "--json").out)
+    assert (stated["quantised"][0]["bits"], stated["bits_per_weight"]) == (None, None)
+    assert "does not decode" in stated["quantised"][0]["problem"]
 
 
 def plain(*tensors: tuple[str, tuple[int, ...], Any]) -> Callable[[Path], Checkpoint]:
