@@ -52,7 +52,7 @@ def test_gguf_and_megatron_hold_the_same_model(tmp_path: Path) -> None:
     ("name", "changes", "message"),
     [
         ("mistral", {"sliding_window": 3}, "llama.cpp cannot compute a model with window 3"),
-        ("llama", {"model_type": "bert"}, "of type bert are not known"),
+        ("llama", {"model_type": "bert"}, "of type bert in other libraries are not known"),
         ("qwen3", {"hidden_act": "gelu"}, "with activation gelu"),
         ("gemma2", {"attn_logit_softcapping": None}, "with attention_softcap None"),
         ("gemma2", {"query_pre_attn_scalar": 13}, "with attention_scale 13"),

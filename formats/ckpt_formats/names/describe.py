@@ -120,7 +120,7 @@ def _by_config(config: Mapping[str, Any], record: Record | None, where: Path) ->
     if family is None:
         kind = printable(str(config.get("model_type")))[:60]
         raise UnsupportedError(
-            f"the Megatron names of models of type {kind} are not known", where=where, hint=known_families()
+            f"the names of models of type {kind} in other libraries are not known", where=where, hint=known_families()
         )
     values = checked_values(config, family, where)
     notices: tuple[Notice, ...] = ()
