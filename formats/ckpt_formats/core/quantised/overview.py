@@ -47,21 +47,21 @@ def quantised_overview(source: Checkpoint) -> QuantisedOverview | None:
 
     Raises `CkptError` if such a tensor cannot be read.
     """
-    found = (*_of_modules(source), *_of_blocks(source))
-    if not found:
+    weights = (*_of_modules(source), *_of_blocks(source))
+    if not weights:
         return None
-    if any(one.shape is None for one in found):
-        return QuantisedOverview(found, None)
-    quantised = {name for one in found for name in one.parts}
+    if any(one.shape is None for one in weights):
+        return QuantisedOverview(weights, None)
+    quantised = {name for one in weights for name in one.parts}
     unused = parts_of(quantised_weights(source)).keys() - quantised
     plain = [
         parameter.weight
         for name, parameter in source.parameters.items()
         if parameter.role != "extra" and name not in quantised and name not in unused
     ]
-    sizes = [prod(one.shape) for one in found if one.shape is not None] + [tensor.size for tensor in plain]
-    nbytes = sum(one.stored_nbytes for one in found) + sum(tensor.nbytes for tensor in plain)
-    return QuantisedOverview(found, 8 * nbytes / sum(sizes) if sum(sizes) else None)
+    sizes = [prod(one.shape) for one in weights if one.shape is not None] + [tensor.size for tensor in plain]
+    nbytes = sum(one.stored_nbytes for one in weights) + sum(tensor.nbytes for tensor in plain)
+    return QuantisedOverview(weights, 8 * nbytes / sum(sizes) if sum(sizes) else None)
 
 
 def _of_modules(source: Checkpoint) -> Iterator[QuantisedParameter]:
