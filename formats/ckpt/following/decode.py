@@ -200,13 +200,13 @@ def _each_chunk(
     for record in route.records:
         if record.model != route.end.model or len(record.shares) != len(model.pieces):
             raise CorruptError("deltas between two models", where=source.where / record.key)
-    errors = list[BaseException]()
+    errors, batches = list[BaseException](), layout.batches
 
-    def of_chunk(chunk: StateChunk, shares: Sequence[_FetchedShare]) -> T:
+    def of_batch(batch: Sequence[StateChunk], shares: Sequence[_FetchedShare]) -> list[T]:
         source.check_stop()
         if errors:
             raise FollowingStopped
-        return use(chunk, shares)
+        return [use(chunk, shares) for chunk in batch]
 
     with (
         ThreadPoolExecutor(threads, "ckpt-decode") as decoders,
@@ -215,17 +215,17 @@ def _each_chunk(
     ):
 
         def of_rank(rank: int) -> tuple[list[T], bytes, int]:
-            pending = list[Future[T]]()
+            pending = list[Future[list[T]]]()
             try:
                 if errors:
                     raise FollowingStopped
-                chunks = layout.chunks(rank)
-                if not chunks and sum(model.chunk_counts(rank)) > 0:
+                if not batches[rank] and sum(model.chunk_counts(rank)) > 0:
                     return [], b"", 0
                 shares = list(requests.map(lambda record: _fetch(source, record, layout, rank), route.records))
-                pending.extend(decoders.submit(of_chunk, chunk, shares) for chunk in chunks)
+                pending.extend(decoders.submit(of_batch, batch, shares) for batch in batches[rank])
                 digests = shares[-1].header.digests if shares else b""
-                return [one.result() for one in pending], digests, sum(one.nbytes for one in shares)
+                used = [result for one in pending for result in one.result()]
+                return used, digests, sum(one.nbytes for one in shares)
             except BaseException as error:
                 errors.append(error)
                 wait(pending)

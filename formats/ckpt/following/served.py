@@ -92,6 +92,7 @@ class _MappedWeights:
     """A folder of weights that is mapped into memory."""
 
     layout: StateLayout
+    files: Sequence[_WeightsFile]
     state: State
     shards: Sequence[Array] | None = None
     """Of a tensor-parallel rank: its shards, by the number of the tensor; the state has the chunks. None: all ranks."""
@@ -197,12 +198,8 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
         if self.step is not None and self.step.ref == target and self.path is not None:
             return Advance(self.step, self.path, 0, 0, False)
         record = self.source.record(target)
-        layout, following = self._part.layout_of(self.source, record), FollowedStep.of(record, target)
-        model = layout.model
-        if self._current is not None and model_digest(self._current.layout.model) != model_digest(model):
-            raise other_model(self._current.layout.model, model, self.source.where)
-        files = weights_files(layout, self._part)
-        _check_names(model, self.source.where / record.model.key)
+        layout, files = self._layout_of(record)
+        model, following = layout.model, FollowedStep.of(record, target)
         data = {**self.source.files(record), **_index(files), RECORD: self.source.record_bytes(target)}
         written: _MappedWeights | None = None
 
@@ -232,6 +229,20 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
         self._other, self._is_released = self._current, False
         self._current, self.step = written, following
         return Advance(following, folder, len(route.records), nbytes, route.begins_with_base)
+
+    def _layout_of(self, record: StepRecord) -> tuple[StateLayout, Sequence[_WeightsFile]]:
+        """What is served of the model of a step, and the files that have it: computed anew for another model only.
+
+        Raises `UnsupportedError` if it is not the model that is served, and as `PublishedSource.model`.
+        """
+        model, current = self.source.model(record), self._current
+        if current is not None and current.layout.model is model:
+            return current.layout, current.files
+        if current is not None and model_digest(current.layout.model) != model_digest(model):
+            raise other_model(current.layout.model, model, self.source.where)
+        layout = self._part.layout_of(self.source, record)
+        _check_names(model, self.source.where / record.model.key)
+        return layout, weights_files(layout, self._part)
 
     def release_other(self) -> None:
         """State that nobody reads the folder that was served before: its files may be written in place."""
@@ -377,12 +388,12 @@ def _map(folder: Path, layout: StateLayout, files: Sequence[_WeightsFile], is_ne
             shown[number] = memory[begin : begin + slot.nbytes].view(slot.dtype)
     tensors = [shown[number] for number in range(len(layout.tensors))]
     if not isinstance(layout, ShardLayout):
-        return _MappedWeights(layout, tensors)
+        return _MappedWeights(layout, files, tensors)
     memory, at, chunks = _map_file(folder / _CHUNKS, _chunks_nbytes(layout), is_new), 0, list[Array]()
     for size, dtype in layout.arrays():
         chunks.append(memory[at : at + size * dtype.itemsize].view(dtype))
         at += _aligned(size * dtype.itemsize)
-    return _MappedWeights(layout, chunks, tensors, memory[at:])
+    return _MappedWeights(layout, files, chunks, tensors, memory[at:])
 
 
 def _map_file(path: Path, nbytes: int, is_new: bool) -> Array:

@@ -88,7 +88,7 @@ class ShardLayout(StateLayout):
         )
 
     @cached_property
-    def _chunks(self) -> list[tuple[StateChunk, ...]]:
+    def _chunks(self) -> Sequence[Sequence[StateChunk]]:
         numbers, result = 0, list[tuple[StateChunk, ...]]()
         for rank in range(len(self.model.pieces)):
             own = list[StateChunk]()
@@ -109,9 +109,6 @@ class ShardLayout(StateLayout):
         for one in chain.from_iterable(self._chunks):
             result[one.tensor].append(one)
         return result
-
-    def chunks(self, rank: int) -> Sequence[StateChunk]:
-        return self._chunks[rank]
 
     def arrays(self) -> Iterator[tuple[int, DType]]:
         for one in chain.from_iterable(self._chunks):

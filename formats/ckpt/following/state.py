@@ -14,6 +14,7 @@ from ckpt_formats.core.geometry import Box, flat_boxes, flat_ends
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.published.model import PublishedModel, PublishedTensor, TensorPiece
+from ckpt_formats.universal.published.share import batches_of
 
 State = Sequence[Array] | Mapping[int, Array]
 """The values of each tensor of a model by its number, or of each chunk: (elements,) in its dtype, contiguous."""
@@ -111,9 +112,24 @@ class StateLayout:
         self.tensors: Sequence[PublishedTensor] = model.tensors
         """The tensors as the follower shows them, by the number of the published one."""
 
+    @cached_property
+    def _chunks(self) -> Sequence[Sequence[StateChunk]]:
+        """Of each rank, those that the follower has: found once, since each step needs them."""
+        return [tuple(chunks_of(self.model, rank)) for rank in range(len(self.model.pieces))]
+
     def chunks(self, rank: int) -> Sequence[StateChunk]:
         """The chunks of a rank's object that the follower has, in their order."""
-        return tuple(chunks_of(self.model, rank))
+        return self._chunks[rank]
+
+    @cached_property
+    def batches(self) -> Sequence[Sequence[Sequence[StateChunk]]]:
+        """Of each rank, the chunks that a thread decodes at once, in their order."""
+        itemsizes = [tensor.dtype.itemsize for tensor in self.model.tensors]
+        result = list[list[Sequence[StateChunk]]]()
+        for chunks in self._chunks:
+            sizes = [chunk.size * itemsizes[chunk.tensor] for chunk in chunks]
+            result.append([chunks[batch.start : batch.stop] for batch in batches_of(sizes)])
+        return result
 
     def arrays(self) -> Iterator[tuple[int, DType]]:
         """The number of elements and the dtype of each array of a state."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ckpt.publishing.publication import FOLD_LENGTHS
-from ckpt.publishing.rank_buffers import EncodedShare, PublishedCopy, RankBuffers
+from ckpt.publishing.rank_buffers import EncodedShare, PublishedValues, RankBuffers
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.universal.published.records import hash_bytes
 
@@ -33,7 +33,7 @@ class FoldAnchors:
     def __init__(self, buffers: RankBuffers, nbytes: int, scratch: Path | None = None) -> None:
         """`nbytes`: `RankBuffers.nbytes_of` of the rank. `scratch`: the folder for the files, which have no names."""
         self._buffers, self._nbytes, self._scratch = buffers, nbytes, scratch
-        self._copies: dict[int, PublishedCopy] = {}
+        self._copies: dict[int, PublishedValues] = {}
         """By the number of steps since the base."""
         self._free: list[Array] = []
         self._number: int | None = None

@@ -1,11 +1,11 @@
 """The values of one rank: those that were published last and those of the next step, and the object of their delta."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,15 +14,24 @@ from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.universal.published.model import PublishedModel, TensorPiece
 from ckpt_formats.universal.published.records import ObjectRef, RankShare, hash_bytes
-from ckpt_formats.universal.published.share import ShareHeader, decode_chunk, digest_of, encode_chunk, share_bytes
+from ckpt_formats.universal.published.share import (
+    ShareHeader,
+    batches_of,
+    decode_chunk,
+    digest_of,
+    encode_chunk,
+    share_bytes,
+)
+
+T = TypeVar("T")
 
 _ALIGNMENT = 64
 """Bytes: pieces begin at multiples, so that chunks of any dtype are aligned."""
 
 
 @dataclass(frozen=True, eq=False)
-class PublishedCopy:
-    """The values of a rank at an earlier step, from which a fold begins."""
+class PublishedValues:
+    """The values of a rank at a published step, against which others are coded."""
 
     memory: Array
     digests: list[bytes]
@@ -81,6 +90,8 @@ class RankBuffers:
             for number, piece in enumerate(self._pieces)
             for chunk in range(piece.chunking.count)
         ]
+        sizes = [(stop - first) * self._dtypes[number].itemsize for number, first, stop in self._chunks]
+        self._batches = batches_of(sizes)
         self._published_digests: list[bytes] | None = None
         self._next_digests: list[bytes] | None = None
 
@@ -121,27 +132,34 @@ class RankBuffers:
 
     def encode(self, is_base: bool) -> EncodedShare:
         """The object of the next values: coded alone, or against the published ones."""
-        if not is_base and self._published_digests is None:
-            raise InvalidArgumentError("there are no published values to code against", hint="Publish a base first.")
-        if is_base:
-            return self._encoded(None, None, self._next, self._digests())
-        return self._encoded(self._published, self._published_digests, self._next, self._digests())
+        earlier = None
+        if not is_base:
+            if self._published_digests is None:
+                raise InvalidArgumentError(
+                    "there are no published values to code against", hint="Publish a base first."
+                )
+            earlier = PublishedValues(self._published, self._published_digests)
+        encoded, self._next_digests = self._encoded(earlier, self._next, self._next_digests)
+        return encoded
 
     def _encoded(
-        self, earlier: Array | None, earlier_digests: list[bytes] | None, values: Array, digests: list[bytes]
-    ) -> EncodedShare:
-        def encode(chunk: int) -> bytes:
-            after = self._chunk(values, chunk)
-            if earlier is None or earlier_digests is None:
-                return encode_chunk(None, after)
-            if earlier_digests[chunk] == digests[chunk]:
-                return b""
-            return encode_chunk(self._chunk(earlier, chunk), after)
+        self, earlier: PublishedValues | None, values: Array, digests: list[bytes] | None
+    ) -> tuple[EncodedShare, list[bytes]]:
+        """The object of values, and the digests of their chunks, which are computed unless they are given."""
 
-        with self._mapped() as run:
-            encoded = list(run(encode, range(len(self._chunks))))
-        data = share_bytes(encoded, digests)
-        return EncodedShare(data, RankShare(ObjectRef.of(data, self._is_signed), hash_bytes(b"".join(digests))))
+        def encode(chunk: int) -> tuple[bytes, bytes]:
+            after = self._chunk(values, chunk)
+            digest = digest_of(after) if digests is None else digests[chunk]
+            if earlier is None:
+                return encode_chunk(None, after), digest
+            if earlier.digests[chunk] == digest:
+                return b"", digest
+            return encode_chunk(self._chunk(earlier.memory, chunk), after), digest
+
+        chunks = self._each_chunk(encode)
+        now = [digest for _, digest in chunks]
+        data = share_bytes([one for one, _ in chunks], now)
+        return EncodedShare(data, RankShare(ObjectRef.of(data, self._is_signed), hash_bytes(b"".join(now)))), now
 
     def count_changes(self) -> int:
         """The number of next values whose bits differ from the published ones."""
@@ -154,21 +172,20 @@ class RankBuffers:
                 return 0
             return _count_changes(self._chunk(self._published, chunk), self._chunk(self._next, chunk))
 
-        with self._mapped() as run:
-            return sum(run(count, range(len(self._chunks))))
+        return sum(self._each_chunk(count))
 
-    def copy_published(self, memory: Array) -> "PublishedCopy":
+    def copy_published(self, memory: Array) -> PublishedValues:
         """Copy the published values, for a fold. `memory`: (nbytes,) uint8, as many as `nbytes_of`, perhaps mapped."""
         if self._published_digests is None:
             raise InvalidArgumentError("there are no published values to copy")
         memory[...] = self._published
-        return PublishedCopy(memory, list(self._published_digests))
+        return PublishedValues(memory, list(self._published_digests))
 
-    def encode_fold(self, earlier: "PublishedCopy") -> EncodedShare:
+    def encode_fold(self, earlier: PublishedValues) -> EncodedShare:
         """The object of the published values against those of an earlier step."""
         if self._published_digests is None:
             raise InvalidArgumentError("there are no published values to encode")
-        return self._encoded(earlier.memory, earlier.digests, self._published, self._published_digests)
+        return self._encoded(earlier, self._published, self._published_digests)[0]
 
     def accept(self) -> None:
         """The next values are the published ones from now on."""
@@ -196,15 +213,12 @@ class RankBuffers:
             if digest_of(values) != header.digest(chunk):
                 raise CorruptError("the values of a chunk are not those that the object states", where=where)
 
-        with self._mapped() as run:
-            list(run(decode, range(len(self._chunks))))
+        self._each_chunk(decode)
         self._published_digests = [header.digest(chunk) for chunk in range(len(self._chunks))]
 
     def _digests(self) -> list[bytes]:
         if self._next_digests is None:
-            with self._mapped() as run:
-                digests = run(lambda chunk: digest_of(self._chunk(self._next, chunk)), range(len(self._chunks)))
-                self._next_digests = list(digests)
+            self._next_digests = self._each_chunk(lambda chunk: digest_of(self._chunk(self._next, chunk)))
         return self._next_digests
 
     def _chunk(self, buffer: Array, chunk: int) -> Array:
@@ -218,14 +232,16 @@ class RankBuffers:
     def _nbytes(self, number: int) -> int:
         return self._pieces[number].size * self._dtypes[number].itemsize
 
-    @contextmanager
-    def _mapped(self) -> Iterator[Callable[..., Iterable[Any]]]:
-        """`map`, by threads if there are several."""
-        if self._threads == 1:
-            yield map
-            return
+    def _each_chunk(self, work: Callable[[int], T]) -> list[T]:
+        """What `work` returns for the number of each chunk; by threads if there are several."""
+
+        def of_batch(batch: range) -> list[T]:
+            return [work(chunk) for chunk in batch]
+
+        if self._threads == 1 or len(self._batches) < 2:
+            return list(chain.from_iterable(map(of_batch, self._batches)))
         with ThreadPoolExecutor(self._threads, "ckpt-publish") as pool:
-            yield pool.map
+            return list(chain.from_iterable(pool.map(of_batch, self._batches)))
 
 
 def _count_changes(before: Array, after: Array) -> int:

@@ -25,6 +25,8 @@ from ckpt_formats.universal.published.records import RankShare, hash_bytes
 MAGIC = b"CKPTSHR1"
 HEAD_NBYTES = len(MAGIC) + 4
 _ROW_NBYTES = 4 + 16
+_BATCH_NBYTES = 2 << 20
+"""Bytes of values that a thread takes at once: to hand it a chunk takes as long as to code a small one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,3 +133,14 @@ def read_chunk_changes(data: bytes | memoryview, before: Array, out: Array, wher
         raise CorruptError(f"a chunk cannot be decoded: {error}", where=where) from None
     out.view(bits.dtype)[indices] = bits
     return indices
+
+
+def batches_of(sizes: Sequence[int]) -> list[range]:
+    """The numbers of chunks that threads take at once: neighbours of 2 MiB of values. `sizes`: the bytes of each."""
+    batches, first, nbytes = list[range](), 0, 0
+    for number, size in enumerate(sizes):
+        nbytes += size
+        if nbytes >= _BATCH_NBYTES or number == len(sizes) - 1:
+            batches.append(range(first, number + 1))
+            first, nbytes = number + 1, 0
+    return batches
