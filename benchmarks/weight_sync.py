@@ -1,4 +1,4 @@
-"""Measure the sync of weights: `python benchmarks/weight_sync.py encodings|latency|requests [--json FILE]`.
+"""Measure the sync of weights: `python benchmarks/weight_sync.py encodings|latency|requests|folds [--json FILE]`.
 
 `encodings` codes real steps of GRPO and DPO (`policy_runs.py` trains them) by ckpt and by what others use, decodes
 each and compares every bit. It prints bytes per changed value, the size relative to ckpt's, and GB/s of weights in both
@@ -6,7 +6,7 @@ directions by CPU time of one thread, the best of some rounds. The speeds of mem
 
 `latency` repeats a run to a model of 1 GB, publishes steps of it by eight ranks through a slow network, and follows
 them through another one: seconds from the optimizer's step until a follower has the verified weights. `requests` counts
-what a step asks of a store.
+what a step asks of a store. `folds` compares which steps are joined to folds.
 """
 
 from __future__ import annotations
@@ -151,6 +151,21 @@ def requests(given: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
+def folds(given: argparse.Namespace) -> list[dict[str, object]]:
+    from weight_folds import PLANS, cost, fold_sizes
+
+    sizes, rows = fold_sizes(WeightRun.open(given.folder / given.run), given.first), list[dict[str, object]]()
+    print("bytes of a fold, in those of a step: " + ", ".join(f"{n}: {size:.2f}" for n, size in sizes.items()))
+    cells = " | ".join(f"{n} behind: objects, most and mean bytes" for n in given.behind)
+    print(f"\n| folds of | bytes | folds a step | copies | {cells} |\n" + "|---" * (4 + len(given.behind)) + "|")
+    for plan in PLANS:
+        one = cost(plan, sizes, given.behind)
+        rows.append(asdict(one))
+        cells = " | ".join(f"{count}, {most:.2f}, {usual:.2f}" for count, most, usual in one.behind.values())
+        print(f"| {one.plan} | {one.uploaded:.2f} | {one.encoded:.2f} | {one.copies} | {cells} |")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parts = parser.add_subparsers(dest="part", required=True)
@@ -180,6 +195,11 @@ def main() -> None:
     part.add_argument("--ranks", type=int, nargs="+", default=(1, 4))
     part.add_argument("--steps", type=int, default=5)
     part.set_defaults(measure=requests)
+    part = parts.add_parser("folds", help="what plans of folds cost and save")
+    part.add_argument("--run", default="dpo-1e-6", help="one of 80 steps or more")
+    part.add_argument("--first", type=int, default=16, help="the first step that is a delta")
+    part.add_argument("--behind", type=int, nargs="+", default=(8, 16, 32, 64, 128))
+    part.set_defaults(measure=folds)
     for part in parts.choices.values():
         part.add_argument("--folder", type=Path, default=default_runs(), help="the runs of policy_runs.py")
         part.add_argument("--json", type=Path)

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ckpt.publishing.folds import FoldAnchors
 from ckpt.publishing.publication import last_step, open_publication
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt.publishing.retention import remove_unneeded
@@ -24,7 +25,7 @@ from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.published.records import HEAD, Head, StepName
 from ckpt_formats.universal.published.route import find_route
 from killing import killed, points, spread
-from published import model_of
+from published import PublishedRun, model_of
 from published_ranks import RANKS, Ranks, head_of, model, publish, record_of, weights_at
 
 
@@ -129,6 +130,31 @@ def test_ranks_store_folds_that_the_next_head_names(tmp_path: Path) -> None:
     route = find_route(head_of(run), None, lambda key: (run / key).read_bytes(), run)
     assert [record.key for record in route.records[1:]] == [StepName(1, 16).fold_key(0), StepName(1, 17).key]
     assert_step(run, 17)
+
+
+def test_follower_that_is_64_steps_behind_reads_eight_objects_at_most(tmp_path: Path) -> None:
+    one = {"vector": np.zeros(8, np.float32)}
+    run = PublishedRun(tmp_path, one)
+    values = RankBuffers(run.model, 0)
+    anchors = FoldAnchors(values, RankBuffers.nbytes_of(run.model, 0))
+    for step in range(113):
+        one = {"vector": np.full(8, step, np.float32)}
+        run.publish(step, one, head=False)
+        values.piece(0)[...] = one["vector"]
+        values.accept()
+        for fold in anchors.note_step(is_base=step == 0):
+            record = run.fold(step - fold.length, step, head=False)
+            assert record.shares[0].object == fold.encoded.share.object
+            assert record.shares[0].state == fold.encoded.share.state
+    run.write_head()
+
+    def records(first: int, last: int) -> int:
+        have, target = (run.refs[StepName(1, step)] for step in (first, last))
+        route = find_route(head_of(tmp_path), have, lambda key: (tmp_path / key).read_bytes(), tmp_path, target)
+        return len(route.records)
+
+    counts = {first: records(first, first + 64) for first in range(33, 49)}
+    assert counts == {first: 2 if first % 16 == 0 else 5 if first % 4 == 0 else 8 for first in counts}
 
 
 def test_values_are_brought_to_a_step_by_its_object(tmp_path: Path) -> None:

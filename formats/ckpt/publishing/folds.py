@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt.publishing.publication import FOLD_LENGTHS
+from ckpt.publishing.publication import FOLDS, due_lengths
 from ckpt.publishing.rank_buffers import EncodedShare, PublishedValues, RankBuffers
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.universal.published.records import hash_bytes
@@ -25,7 +25,7 @@ class EncodedFold:
 
 
 class FoldAnchors:
-    """The values of a rank at the steps where the next folds begin: at most three copies.
+    """The values of a rank at the steps where the next folds begin: at most four copies.
 
     All ranks of a run note the same steps, so their folds join the same steps.
     """
@@ -47,13 +47,12 @@ class FoldAnchors:
             self._number = 0
         elif self._number is not None:
             self._number += 1
-        number = self._number
-        if number is None or number % FOLD_LENGTHS[0]:
-            return []
-        folds = list[EncodedFold]()
-        for length in FOLD_LENGTHS:
+        number, folds = self._number, list[EncodedFold]()
+        if number is None or number % min(FOLDS.values()):
+            return folds
+        for length in due_lengths(number):
             earlier = self._copies.get(number - length)
-            if number and number % length == 0 and earlier is not None:
+            if earlier is not None:
                 before = hash_bytes(b"".join(earlier.digests))
                 folds.append(EncodedFold(length, before, self._buffers.encode_fold(earlier)))
         self._copy(number)
@@ -64,7 +63,11 @@ class FoldAnchors:
         self._number = None
 
     def _copy(self, number: int) -> None:
-        needed = {number - number % length for length in FOLD_LENGTHS}
+        needed = {
+            first
+            for length, every in FOLDS.items()
+            for first in range(number - number % every, max(number - length, -1), -every)
+        }
         for other in [other for other in self._copies if other not in needed or other >= number]:
             self._free.append(self._copies.pop(other).memory)
         memory = self._free.pop() if self._free else self._mapped()

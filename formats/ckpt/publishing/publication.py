@@ -58,8 +58,12 @@ _SINGLE_REQUEST = 16 << 20
 _REQUESTS = 16
 """Records that are read at once."""
 _FOLDERS = ("steps", "folds", "objects", "receipts")
-FOLD_LENGTHS = (4, 16, 64)
-"""How many steps a fold joins. Folds begin and end at multiples, counted from the base: so no two of them overlap."""
+FOLDS = {4: 4, 16: 16, 48: 16}
+"""How many steps a fold joins, and after how many steps the next such fold ends, both counted from the base.
+
+Between two steps 64 apart lie 48 from one multiple of 16 to another, wherever they begin; `benchmarks/weight_folds.py`
+compares such plans.
+"""
 _AGAIN = "Run the same command again."
 
 
@@ -251,8 +255,7 @@ class Publication:
     def due_folds(self) -> list[RecordRef]:
         """The steps from which a fold to the last one is due, the nearest first. Raises `OSError`, `CorruptError`."""
         number = len(self._steps) - 1
-        due = [length for length in FOLD_LENGTHS if number > 0 and number % length == 0]
-        return [self._ref_at(self._steps[number - length]) for length in due]
+        return [self._ref_at(self._steps[number - length]) for length in due_lengths(number)]
 
     def route_to(self, ref: RecordRef) -> Route:
         """The records from a base to a published step. Raises `CorruptError`."""
@@ -518,6 +521,11 @@ def last_step(run: Path, signing_key: bytes | None = None) -> LastStep | None:
     head = Head.from_bytes(there[0], run / HEAD, signing_key)
     record = read_record(head.record, partial(_read_record, place), run, signing_key)
     return LastStep(head, record, _read_model(place, record.model, run))
+
+
+def due_lengths(number: int) -> list[int]:
+    """How many steps each fold joins that ends at the step `number` after the base; the shortest comes first."""
+    return [length for length, every in FOLDS.items() if length <= number and number % every == 0]
 
 
 def is_base_due(head: Head) -> bool:
