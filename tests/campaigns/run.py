@@ -69,6 +69,7 @@ WORKS = {
     "hostile_columns": Work("universal_flips:hostile_columns", "numbers of columns are forged"),
     "sync_kills": Work("sync_kills:rounds", "publishers of a chain and its followers are killed"),
     "sync_damage": Work("sync_damage:rounds", "published chains are damaged, read and followed"),
+    "sync_cache": Work("sync_cache:rounds", "50 followers read a published chain through nginx"),
     "sync_steps": Work("sync_steps:rounds", "each step of real runs is published, and compared at two followers"),
     "families": Work("families_campaign:rounds", "random models in transformers and in Megatron core are compared"),
     "table_mutations": Work("table_mutations:rounds", "lines of the tables of families are changed"),

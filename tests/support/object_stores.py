@@ -93,11 +93,13 @@ def moto() -> Iterator[StoreServer]:
 
 
 @contextmanager
-def seaweedfs(folder: Path) -> Iterator[StoreServer]:
-    """SeaweedFS, with its data in a folder."""
+def seaweedfs(folder: Path, is_public: bool = False) -> Iterator[StoreServer]:
+    """SeaweedFS, with its data in a folder. `is_public`: whether everybody may read."""
     identity = {"name": "tests", "credentials": [{"accessKey": KEY, "secretKey": SECRET}]}
-    identities = {"identities": [{**identity, "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}
-    (folder / "identities.json").write_text(json.dumps(identities))
+    identities = [{**identity, "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]
+    if is_public:
+        identities.append({"name": "anonymous", "actions": ["Read"]})
+    (folder / "identities.json").write_text(json.dumps({"identities": identities}))
     ports = {name: free_port() for name in ("s3", "master", "volume", "filer")}
     program = Path(sys.executable).with_name("weed")
     command = [
