@@ -25,14 +25,15 @@ def inspect(
     from ckpt_cli.views import inspect
 
     place, inside = with_checkpoints_inside(path)
-    if inside and html is None:
-        inspect.print_all(place, inside, options, as_json)
+    target = None if html is None else Path(html)
+    if inside:
+        inspect.print_all(place, inside, options, as_json, target)
         return
     checkpoint = opening(place, options)()
-    if html is not None:
+    if target is not None:
         from ckpt_cli.views.inspect_page import write_page
 
-        write_page(checkpoint, Path(html))
+        write_page(checkpoint, target)
     if as_json:
         inspect.print_json(checkpoint)
     else:

@@ -1,13 +1,15 @@
 """The checkpoints in the folder of a run: a row for each, the newest last."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ckpt.findings.checks import problems_of_headers
 from ckpt_cli.progress import doing
-from ckpt_cli.views import columns
+from ckpt_cli.views import columns, page
 from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.format import ReadOptions
@@ -29,35 +31,29 @@ class Row:
     """Why it is not whole; None if its headers agree."""
 
 
-def show_checkpoints(run: Path, inside: list[Path], options: ReadOptions, as_json: bool) -> None:
-    """Print all checkpoints in a folder, and which of them its path alone means."""
+_SCRIPTS = ("charts", "listing", "run")
+
+
+def show_checkpoints(run: Path, inside: list[Path], options: ReadOptions, as_json: bool, html: Path | None) -> None:
+    """Print all checkpoints in a folder, and which of them its path alone means; with `html`, also write their page."""
+    if html is not None:
+        page.check_place(html, "inspect")
     with doing(f"reading the headers of {len(inside)} checkpoints"):
         rows = [_row(path, options) for path in inside]
         meant = _meant(run, inside)
         latest = _named_as_last(run, inside)
     newest_whole = next((row.path for row in reversed(rows) if row.problem is None), None)
+    facts = {
+        "path": str(run),
+        "checkpoints": list(map(_to_json, rows)),
+        "meant": _name(meant),
+        "latest": _name(latest),
+        "newest_whole": _name(newest_whole),
+    }
+    if html is not None:
+        page.write(page_of(facts), html, "inspect")
     if as_json:
-        checkpoints = [
-            {
-                "name": row.path.name,
-                "path": str(row.path),
-                "format": row.format,
-                "step": row.step,
-                "nbytes": row.nbytes,
-                "whole": row.problem is None,
-                "problem": row.problem,
-            }
-            for row in rows
-        ]
-        data(
-            {
-                "path": str(run),
-                "checkpoints": checkpoints,
-                "meant": _name(meant),
-                "latest": _name(latest),
-                "newest_whole": _name(newest_whole),
-            }
-        )
+        data(facts)
         return
     click.echo(f"{printable(str(run))}: {len(rows)} checkpoints")
     cells = [
@@ -79,6 +75,23 @@ def show_checkpoints(run: Path, inside: list[Path], options: ReadOptions, as_jso
         conclude("no file says which one is the last: commands need the path of one of them")
     else:
         conclude(f"commands read {printable(meant.name)} if the folder is named")
+
+
+def page_of(facts: Mapping[str, Any]) -> str:
+    """The page of a run, of ASCII characters only, from the fields of `--json`."""
+    return page.page("inspect", _SCRIPTS, facts, template="run")
+
+
+def _to_json(row: Row) -> dict[str, Any]:
+    return {
+        "name": row.path.name,
+        "path": str(row.path),
+        "format": row.format,
+        "step": row.step,
+        "nbytes": row.nbytes,
+        "whole": row.problem is None,
+        "problem": row.problem,
+    }
 
 
 def _name(path: Path | None) -> str | None:

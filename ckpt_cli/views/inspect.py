@@ -35,11 +35,13 @@ _NUMBER = re.compile(r"\d+")
 _PLURALS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "extra": "extras"}
 
 
-def print_all(run: str | Path, inside: list[Path], options: ReadOptions, as_json: bool) -> None:
-    """Print the checkpoints in the folder of a run."""
+def print_all(
+    run: str | Path, inside: list[Path], options: ReadOptions, as_json: bool, html: Path | None = None
+) -> None:
+    """Print the checkpoints in the folder of a run; with `html`, also write their page."""
     from ckpt_cli.views.checkpoints import show_checkpoints
 
-    show_checkpoints(Path(run) if isinstance(run, str) else run, inside, options, as_json)
+    show_checkpoints(Path(run) if isinstance(run, str) else run, inside, options, as_json, html)
 
 
 def print_json(checkpoint: Checkpoint) -> None:

@@ -29,14 +29,17 @@ _SHARED = ("elements", "numbers", "tip")
 """The scripts of every page."""
 
 
-def page(command: str, scripts: Sequence[str], facts: Mapping[str, Any], own: Path | None = None) -> str:
+def page(
+    command: str, scripts: Sequence[str], facts: Mapping[str, Any], own: Path | None = None, template: str | None = None
+) -> str:
     """A page, of ASCII characters only. Equal facts give equal pages.
 
     Args:
-        command: The command that writes it. `COMMAND.html` is its template.
+        command: The command that writes it.
         scripts: The names of its scripts without `.js`, in their order, after those of every page.
         facts: What the scripts show.
         own: A folder with the template, with scripts, and with a style sheet of its own, `COMMAND.css`.
+        template: The name of its template without `.html`; without one, that of the command.
     """
     from markupsafe import Markup
 
@@ -48,7 +51,7 @@ def page(command: str, scripts: Sequence[str], facts: Mapping[str, Any], own: Pa
     # These are no text: our own files and their hashes, and JSON in which nothing has a meaning in HTML.
     parts = {"policy": policy, "style": style, "script": script, "facts": _inert(facts)}
     inert = {name: Markup(part) for name, part in parts.items()}
-    return _environment(folders).get_template(f"{command}.html").render(command=command, **inert)
+    return _environment(folders).get_template(f"{template or command}.html").render(command=command, **inert)
 
 
 def _environment(folders: "Sequence[Traversable]") -> "Environment":

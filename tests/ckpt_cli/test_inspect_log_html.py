@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from math import prod
@@ -29,7 +30,11 @@ def page(command: str, source: Path, folder: Path) -> Page:
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Page]:
     """The pages of names of strangers."""
     chain = tmp_path_factory.mktemp("log") / "run.chain"
-    texts = {"inspect": samples.inspect(samples.model(2, 4, 0, samples.NAMES)), "log": samples.log(chain, RECORDED)}
+    texts = {
+        "inspect": samples.inspect(samples.model(2, 4, 0, samples.NAMES)),
+        "run": samples.run(),
+        "log": samples.log(chain, RECORDED),
+    }
     for text in texts.values():
         text.encode("ascii")
     return {name: Page(text) for name, text in texts.items()}
@@ -70,7 +75,7 @@ def test_the_page_of_a_chain_says_what_json_says(tmp_path: Path) -> None:
     assert len(facts["segments"]) == 2
 
 
-@pytest.mark.parametrize("name", ["inspect", "log"])
+@pytest.mark.parametrize("name", ["inspect", "run", "log"])
 def test_pages_need_nothing_else_and_only_their_own_script_may_run(name: str, hostile: dict[str, Page]) -> None:
     parsed = hostile[name]
     links = [a[k] for _, a in parsed.elements for k in ("src", "href", "action", "data", "srcset") if k in a]
@@ -92,6 +97,16 @@ def test_pages_need_nothing_else_and_only_their_own_script_may_run(name: str, ho
     ids = {a["id"] for _, a in parsed.elements if "id" in a}
     assert set(re.findall(r'by\("([\w-]+)"\)', script)) <= ids
     assert {a["aria-labelledby"] for _, a in parsed.elements if "aria-labelledby" in a} <= ids
+
+
+def test_the_page_of_a_run_has_all_that_json_has(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (5, 10):  # the files of the second one are of another step than its name says
+        shutil.copytree(SAMPLES / "deepspeed-0.19-zero1-bf16-dp2" / "global_step5", run / f"global_step{step}")
+    fields = json.loads(ckpt("inspect", run, "--json").out)
+    assert [one["whole"] for one in fields["checkpoints"]] == [True, False]
+    del fields["notes"]
+    assert page("inspect", run, tmp_path).facts() == fields
 
 
 @pytest.mark.parametrize(("command", "source"), [("inspect", SAMPLES / CHECKPOINTS[0]), ("log", RECORDED)])

@@ -21,7 +21,7 @@ from damage import SAMPLES
 pytestmark = pytest.mark.slow
 PICTURES = Path(__file__).with_name("pictures")
 MANY = 10_000
-PAGES = ("inspect", "diff", "log", "plan")
+PAGES = ("inspect", "run", "diff", "log", "plan")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     first, second = (samples.model(2, 8, seed, samples.NAMES, 1000 + seed) for seed in (0, 1))
     texts = {
         "inspect": samples.inspect(first),
+        "run": samples.run(),
         "diff": samples.diff(first, second.select(skip=["q_proj"])),
         "log": samples.log(folder / "run.chain", SAMPLES / "recorded-1" / "run.chain"),
         "plan": samples.plan(),
@@ -242,7 +243,7 @@ def test_the_page_says_without_scripts_what_prints_the_same(browser: Any, pages:
     page = context.new_page()
     for name in PAGES:
         page.goto(pages[name].as_uri())
-        assert f"ckpt {name} --json" in page.locator("noscript").inner_text()
+        assert f"ckpt {'inspect' if name == 'run' else name} --json" in page.locator("noscript").inner_text()
     context.close()
 
 

@@ -14,7 +14,7 @@ from ckpt.compare.result import Diff, TensorDiff
 from ckpt.compare.sums import DiffSums, Histogram
 from ckpt.pipeline import Execution
 from ckpt.planning.simulate import exponential, simulate
-from ckpt_cli.views import chain_log, inspect_page
+from ckpt_cli.views import chain_log, checkpoints, inspect_page
 from ckpt_cli.views.diff import page_of as diff_page
 from ckpt_cli.views.plan import PlanReport
 from ckpt_cli.views.plan import page_of as plan_page
@@ -169,6 +169,26 @@ def _log_fields(chain: Path) -> dict[str, Any]:
     for member in fields["steps"]:
         member["time"] = "2026-11-23T12:00:00Z"
     return fields
+
+
+def run() -> str:
+    """The page of a run with hostile names; every third checkpoint is not whole."""
+    rows = [
+        {
+            "name": f"step{number}{name}",
+            "path": f"runs/{name}",
+            "format": "deepspeed" if number % 2 else None,
+            "step": number * 100 if number % 3 else None,
+            "nbytes": 1 << number if number % 3 else None,
+            "whole": number % 3 != 0,
+            "problem": None if number % 3 else f"{name} is missing",
+        }
+        for number, name in enumerate(NAMES)
+    ]
+    last = rows[-1]["name"]
+    return checkpoints.page_of(
+        {"path": "runs/<b>llama</b>", "checkpoints": rows, "meant": None, "latest": last, "newest_whole": last}
+    )
 
 
 def plan() -> str:
