@@ -93,10 +93,12 @@ def use_names(source: Checkpoint, naming: Naming, config: LocalPath | None = Non
     `config` is the model's configuration, or the folder that holds it; None: what came with the source. Raises
     `CkptError` of the kind that fits for a model that cannot have these names.
     """
+    from ckpt_formats.names.nemo import from_nemo
     from ckpt_formats.names.translate import naming_of
 
     known_config = _configuration(source, None if config is None else Path(config))
-    return edited(_renamed(source, naming_of(source), naming, known_config), UseNames(naming))
+    named = from_nemo(source, with_arguments=known_config is None)
+    return edited(_renamed(named, naming_of(named), naming, known_config), UseNames(naming))
 
 
 def prepare(source: Checkpoint, format: WritableFormat) -> Checkpoint:
@@ -107,12 +109,15 @@ def prepare(source: Checkpoint, format: WritableFormat) -> Checkpoint:
     if format.naming is None or any(isinstance(edit, UseNames) for edit in source.history):
         return source
     # Imported only here: it loads the tables of many models.
+    from ckpt_formats.names.nemo import from_nemo
     from ckpt_formats.names.translate import naming_of
 
     path = next(iter(format.input_files()), None)
-    config, current = _configuration(source, path), naming_of(source)
-    needed = _needed(source, current, format.naming, config, path is not None)
-    return source if needed is None else _renamed(source, current, needed, config)
+    config = _configuration(source, path)
+    named = from_nemo(source, with_arguments=config is None)
+    current = naming_of(named)
+    needed = _needed(named, current, format.naming, config, path is not None)
+    return named if needed is None else _renamed(named, current, needed, config)
 
 
 def _configuration(source: Checkpoint, path: Path | None) -> Mapping[str, Any] | None:

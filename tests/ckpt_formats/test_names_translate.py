@@ -612,6 +612,34 @@ def test_a_model_of_nemo_becomes_transformers(megatron: Path, truth: Path, tmp_p
     assert run("diff", tmp_path / "out", truth, "--tensors-only").exit_code == 0
 
 
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_a_model_of_nemo_needs_no_options_if_its_yaml_states_it(prefix: str, truth: Path, tmp_path: Path) -> None:
+    import torch
+    import yaml
+
+    rows = {n: v[:14] if n.startswith(("embedding", "output_layer")) else v for n, v in whole().items()}
+    torch.save({f"{prefix}{n}": torch.from_numpy(v.copy()) for n, v in rows.items()}, tmp_path / "model_weights.ckpt")
+    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+    entries = {name: LLAMA[name] for name in names} | {"mcore_gpt": True, "encoder_seq_length": 32, "bias": False}
+    entries |= {"normalization": "rmsnorm", "activation": "fast-swiglu", "position_embedding_type": "rope"}
+    entries |= {"share_embeddings_and_output_weights": False, "optim": {"name": "distributed_fused_adam", "lr": 1e-4}}
+    (tmp_path / "model_config.yaml").write_text(yaml.safe_dump(entries))
+    with tarfile.open(tmp_path / "model.nemo", "w") as archive:
+        for name in ("model_weights.ckpt", "model_config.yaml"):
+            archive.add(tmp_path / name, name)
+    done = run("convert", tmp_path / "model.nemo", tmp_path / "out", "--to", "hf")
+    assert done.exit_code == 0, done.stderr
+    assert "a llama model" in done.stderr
+    assert run("diff", tmp_path / "out", truth, "--tensors-only").exit_code == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["max_position_embeddings"], config["rms_norm_eps"], config["rope_theta"]) == (32, 1e-5, 10000)
+    there = run("convert", tmp_path / "model.nemo", tmp_path / "there", "--to", "megatron", "--tp", "2")
+    assert there.exit_code == 0, there.stderr
+    again = run("convert", tmp_path / "there", tmp_path / "again", "--to", "hf")
+    assert again.exit_code == 0, again.stderr
+    assert run("diff", tmp_path / "again", truth, "--tensors-only").exit_code == 0
+
+
 @pytest.mark.parametrize("format_name", ["universal", "dcp", "torch"])
 def test_other_formats_have_the_names_that_are_asked_for(
     format_name: str, megatron: Path, truth: Path, tmp_path: Path

@@ -1,7 +1,7 @@
 """A file of `torch.save` in a tar archive: models of NeMo (`.nemo`), and archives of a model. Read, not written.
 
     model_weights.ckpt    the state dict
-    model_config.yaml     the configuration, as text
+    model_config.yaml     the configuration, as text: see `ckpt_formats.names.nemo`
     *.model, vocab.txt    tokenizers and others, which are not read
 
 Nothing is unpacked: tensors are read where they are in the archive. One that is compressed has no such places.

@@ -11,6 +11,7 @@ config           those in a config.json; arguments: those in the arguments of Me
 model            the stored tensors of a model in a dialect
 describe         the model in a checkpoint: its configuration and arguments, checked against each other
 renames          a checkpoint under other names; legacy: names from before Megatron core
+nemo             models of NeMo, whose YAML file states the arguments
 native           names of libraries whose checkpoints state no model: TorchTitan's, Meta's
 translate        the whole translation: `to_hf`, `to_megatron`; the shapes must fit
 """

@@ -30,7 +30,7 @@ from ckpt_formats.names.tables import Family, blocks, dialect, families, family_
 COMPUTED = re.compile(r"(?:.*\.)?rotary_pos_emb\.inv_freq")
 """Tensors that old versions of Megatron save, although all versions compute them."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
-_WORD_TABLE = "embedding.word_embeddings.weight"
+WORD_TABLE = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,10 @@ def _by_arguments(source: Checkpoint, record: Record, partial: bool) -> ModelDes
 
 
 def _rows(source: Checkpoint, record: Record) -> int:
-    table = source.parameters.get(_WORD_TABLE)
+    table = source.parameters.get(WORD_TABLE)
     rows = table.weight.shape[0] if table is not None and table.weight.shape else record.get("padded_vocab_size")
     if not isinstance(rows, int) or rows < 1:
-        raise IncompleteError(f"`{_WORD_TABLE}` is missing", where=source.path)
+        raise IncompleteError(f"`{WORD_TABLE}` is missing", where=source.path)
     return rows
 
 

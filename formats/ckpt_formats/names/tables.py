@@ -161,7 +161,7 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
 def blocks() -> tuple[AtomBlock, ...]:
     """All blocks, in the order of `atoms.toml`."""
     result = []
-    tables = _read("atoms")
+    tables = read_table("atoms")
     places: tuple[Place, ...] = ("model", "layer", "mtp")
     for place in places:
         for name, table in tables.pop(place, {}).items():
@@ -180,7 +180,7 @@ def places_of_atoms() -> Mapping[str, Place]:
 @cache
 def hyperparameters() -> tuple[Hyperparameter, ...]:
     """All hyperparameters; a condition depends only on those before it."""
-    entries = _read("hyperparameters")
+    entries = read_table("hyperparameters")
     return tuple(
         Hyperparameter(name, one.pop("kind"), parse_expression(one.pop("when", "True")), **one)
         for name, one in entries.items()
@@ -190,7 +190,7 @@ def hyperparameters() -> tuple[Hyperparameter, ...]:
 @cache
 def dialect(name: str) -> Dialect:
     """The usual names and settings of a library. `name` is one of `DIALECTS`."""
-    table = _read(f"dialects/{name}")
+    table = read_table(f"dialects/{name}")
     if like := table.pop("like", None):
         return changed_dialect(dialect(like), name, table)
     prefixes, rules = table.pop("prefixes"), tuple(_rules(table.pop("names")))
@@ -306,7 +306,8 @@ def parse_expressions(table: Mapping[str, str]) -> dict[str, Expression]:
     return {key: parse_expression(text) for key, text in table.items()}
 
 
-def _read(name: str) -> dict[str, Any]:
+def read_table(name: str) -> dict[str, Any]:
+    """The entries of a table of this folder, which the caller may change."""
     return tomllib.loads(_text(f"{name}.toml"))
 
 
