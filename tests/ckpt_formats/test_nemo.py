@@ -13,9 +13,7 @@ from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, Unsup
 from ckpt_formats.names.nemo import arguments_of
 
 HERE = Path("/model.nemo")
-PLAIN = (
-    st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.sampled_from(["rope", "a/b.model", "x y"])
-)
+PLAIN = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.sampled_from(["rope", "a/b.model", "x y"])
 SCALARS = PLAIN | st.floats(allow_nan=True) | st.text(max_size=6)
 NESTED = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("ab", min_size=1), inner, max_size=2)
@@ -102,11 +100,23 @@ def test_files_that_no_program_writes_are_refused(text: str, error: type[CkptErr
 def test_arguments_follow_from_the_entries() -> None:
     state = arguments_of(yaml.safe_dump(LLAMA), HERE)
     expected = {
-        **{"num_layers": 2, "hidden_size": 12, "num_attention_heads": 4, "num_query_groups": 2},
-        **{"group_query_attention": True, "max_position_embeddings": 32, "normalization": "RMSNorm"},
-        **{"layernorm_epsilon": 1e-05, "swiglu": True, "bias_gelu_fusion": False, "add_bias_linear": False},
-        **{"position_embedding_type": "rope", "rotary_percent": 1.0, "use_rope_scaling": False},
-        **{"untie_embeddings_and_output_weights": True, "layernorm_zero_centered_gamma": False, "num_experts": None},
+        "num_layers": 2,
+        "hidden_size": 12,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "group_query_attention": True,
+        "max_position_embeddings": 32,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-05,
+        "swiglu": True,
+        "bias_gelu_fusion": False,
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
+        "use_rope_scaling": False,
+        "untie_embeddings_and_output_weights": True,
+        "layernorm_zero_centered_gamma": False,
+        "num_experts": None,
     }
     assert {name: state[name] for name in expected} == expected
     assert "kv_channels" not in state

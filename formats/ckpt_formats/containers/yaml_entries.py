@@ -9,22 +9,20 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_formats.core.claims import MAX_YAML
 from ckpt_formats.core.errors import CorruptError, UnsafeError
 
-MAX_YAML = 1 << 20
-"""Characters of a file."""
-_MAX_DIGITS = 40
+_LONGEST = 40
+"""Digits of a number."""
 
 Scalar = None | bool | int | float | str
 
 _ENTRY = re.compile(r"""(?P<key>[A-Za-z_][\w.-]*):(?:\s+(?P<value>.*?))?\s*""")
 _ITEM = re.compile(r"\s*-\s+(?P<value>.*?)\s*")
 _LIST = re.compile(r"\[\s*(?P<items>[^\[\]{}'\"]*)\s*\]")
-_INTEGER = re.compile(rf"[-+]?(?:0|[1-9][0-9]{{0,{_MAX_DIGITS}}})")
+_INTEGER = re.compile(rf"[-+]?(?:0|[1-9][0-9]{{0,{_LONGEST}}})")
 _EXPONENT = "[eE][-+]?[0-9]{1,4}"
-_FLOAT = re.compile(
-    rf"[-+]?(?:0|[1-9][0-9]{{0,{_MAX_DIGITS}}})(?:\.[0-9]{{0,{_MAX_DIGITS}}}(?:{_EXPONENT})?|{_EXPONENT})"
-)
+_FLOAT = re.compile(rf"[-+]?(?:0|[1-9][0-9]{{0,{_LONGEST}}})(?:\.[0-9]{{0,{_LONGEST}}}(?:{_EXPONENT})?|{_EXPONENT})")
 _WORDS: dict[str, Scalar] = {"null": None, "~": None, "": None, "true": True, "false": False}
 _PLAIN = re.compile(r"[A-Za-z_/](?:[\w./ +-]*[\w./+-])?")
 """A text without quotes that has no second meaning."""

@@ -57,6 +57,8 @@ MAX_STATE_DEPTH = 50
 
 MAX_POINTER = 4096
 """Bytes of a file that names the newest checkpoint."""
+MAX_YAML = 1 << 20
+"""Characters of the YAML file of a model."""
 MAX_SMALL_JSON = 1 << 20
 """Bytes of a JSON file beside tensors, such as `config.json`."""
 MAX_RANDOM = 1 << 24
