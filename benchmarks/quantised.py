@@ -1,7 +1,8 @@
 """How fast quantised weights become bfloat16: `python benchmarks/quantised.py [--rounds 15]`, beside torch on the CPU.
 
 Codes and scales are random, of a matrix of 1024 x 4096. Speeds are GB of bfloat16 per second of CPU time of one thread,
-the best of all rounds, Python counted. Where torch is installed, the last column is what its operations take that the
+the best of all rounds, Python counted, in blocks as `convert` reads them. Where torch is installed, the last column is
+what its operations take that the
 libraries of these schemes use without a GPU. The environment variable CKPT_CPU_LEVEL selects the kernels: 2 is plain C
 on x86-64. The last row quantises to FP8 blocks: GB of bfloat16 that are read.
 """
@@ -17,13 +18,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ckpt_codecs.lossless.rounded import Rounded
 from ckpt_codecs.native import library
 from ckpt_codecs.quantised import fp4, gguf_blocks, integers, scaled
-from ckpt_codecs.quantised.base import Quantisation, rounded_into, whole_block
+from ckpt_codecs.quantised.base import Block, Quantisation, block_shape, slices, whole_block
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BF16 = np.dtype(ml_dtypes.bfloat16)
 N, M = 1024, 4096
+VALUES = 1 << 18
+"""Values that are decoded at once, as `convert` does."""
 random = np.random.default_rng(0)
 
 
@@ -67,6 +71,20 @@ def schemes() -> dict[str, tuple[Quantisation, tuple[Array, ...]]]:
         "Q4_K": (gguf_blocks.GgufBlocks((N, M), "Q4_K"), (codes(N, M // 256 * 144),)),
         "Q6_K": (gguf_blocks.GgufBlocks((N, M), "Q6_K"), (codes(N, M // 256 * 210),)),
     }
+
+
+def blocks_of(quantisation: Quantisation) -> list[Block]:
+    """The weight in blocks of `VALUES`, as `convert` reads it."""
+    whole, axis = whole_block(quantisation.shape), len(quantisation.shape) - 2
+    rows = VALUES // quantisation.shape[-1]
+    count = quantisation.shape[axis]
+    return [(*whole[:axis], (low, low + rows), *whole[axis + 1 :]) for low in range(0, count, rows)]
+
+
+def taken(quantisation: Quantisation, parts: tuple[Array, ...], block: Block) -> list[Array]:
+    """The parts of a block."""
+    blocks = zip(parts, quantisation.part_blocks(block), strict=True)
+    return [np.ascontiguousarray(part[slices(own)]) for part, own in blocks]
 
 
 def with_torch() -> dict[str, Callable[[], object]]:
@@ -123,15 +141,17 @@ def main() -> None:
     others = with_torch()
     print(f"{'':<18}{'ckpt':>8}{'torch':>8}")
     for name, (quantisation, parts) in schemes().items():
-        out = np.empty(quantisation.shape, quantisation.dtype)
-        rounded = np.empty(quantisation.shape, BF16)
+        pieces = [(block, taken(quantisation, parts, block)) for block in blocks_of(quantisation)]
+        shape = block_shape(pieces[0][0])
+        out, rounded = np.empty(shape, quantisation.dtype), np.empty(shape, BF16)
 
         def decode(
-            scheme: Quantisation = quantisation, stored: Any = parts, out: Array = out, to: Array = rounded
+            scheme: Quantisation = quantisation, pieces: Any = pieces, out: Array = out, to: Array = rounded
         ) -> None:
-            scheme.decode(whole_block(scheme.shape), stored, out)
-            if out.dtype != BF16:
-                rounded_into(out.astype(np.float32, copy=False), to)
+            for block, stored in pieces:
+                scheme.decode(block, stored, out)
+                if out.dtype != BF16:
+                    Rounded().decode_into(b"", to, out)
 
         other = f"{speed(others[name], rounds):8.2f}" if name in others else ""
         print(f"{name:<18}{speed(decode, rounds):8.2f}{other}")

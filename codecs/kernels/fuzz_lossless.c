@@ -145,6 +145,23 @@ static void fuzz_bfloat16(void) {
     EXPECT(is_copy == 0 || is_copy == 1);
 }
 
+static void fuzz_float16(void) {
+    i64 count = random_below(300);
+    u32 *words = exact(4 * count), *back = exact(4 * count);
+    u16 *halves = exact(2 * count), *again = exact(2 * count);
+    for (i64 i = 0; i < count; i++) halves[i] = (u16)random64();
+    EXPECT(CALL(from_float16)(halves, count, words) == 0);
+    EXPECT(CALL(to_float16)(words, count, again) == 0);
+    for (i64 i = 0; i < count; i++) EXPECT(again[i] == halves[i] || (halves[i] & 0x7FFF) > 0x7C00);
+    for (i64 i = 0; i < count; i++) words[i] = (u32)random64();
+    EXPECT(CALL(to_float16)(words, count, again) == 0);
+    EXPECT(CALL(from_float16)(again, count, back) == 0);
+    for (i64 i = 0; i < count; i++) /* half of the last of 11 bits, or the smallest number */
+        EXPECT((words[i] & 0x7FFFFFFF) >= 0x477FE000 ||
+               __builtin_fabsf(float_of_bits(back[i]) - float_of_bits(words[i])) <=
+                   __builtin_fabsf(float_of_bits(words[i])) * 0x1p-11f + 0x1p-25f);
+}
+
 static void fuzz_masked(void) {
     i64 width = (i64)1 << random_below(4), count = random_count();
     u8 *words = random_words(width, count);
@@ -158,5 +175,6 @@ static void fuzz_lossless(void) {
     fuzz_residuals();
     fuzz_streams();
     fuzz_bfloat16();
+    fuzz_float16();
     fuzz_masked();
 }

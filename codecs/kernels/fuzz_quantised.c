@@ -54,8 +54,44 @@ static void fuzz_scaled_integers(void) {
     EXPECT(READ(scale_integers)(bytes, size + 1, stride, offset, block, scales, count, out) == BAD_SIZE);
 }
 
+static void fuzz_packed_words(void) {
+    i64 rows = random_below(6), columns = random_below(one_in(8) ? 300 : 20), bits = 1 + random_below(8);
+    i64 per_word = 1 + random_below(one_in(2) ? 8 : 32), down = random_below(2), size = rows * columns;
+    u32 *words = exact(4 * size);
+    for (i64 i = 0; i < size; i++) words[i] = (u32)random64();
+    u8 *shifts = random_bytes(per_word), *out = exact(size * per_word);
+    for (i64 k = 0; k < per_word; k++) shifts[k] = (u8)(shifts[k] % (33 - bits));
+    EXPECT(READ(unpack_words)(words, rows, columns, bits, shifts, per_word, down, out) == 0);
+    if (size) {
+        i64 row = random_below(rows), column = random_below(columns), k = random_below(per_word);
+        i64 at = down ? (row * per_word + k) * columns + column : (row * columns + column) * per_word + k;
+        EXPECT(out[at] == (words[row * columns + column] >> shifts[k] & ((1u << bits) - 1)));
+    }
+    shifts[random_below(per_word)] = (u8)(33 - bits);
+    EXPECT(READ(unpack_words)(words, rows, columns, bits, shifts, per_word, down, out) == BAD_SIZE);
+}
+
+static void fuzz_scaled_columns(void) {
+    i64 rows = random_below(one_in(8) ? 300 : 12), columns = random_below(one_in(8) ? 300 : 40), count = 1 + random_below(5);
+    float *zeros = random_floats(count * columns), *scales = random_floats(count * columns), *out = exact(4 * rows * columns);
+    u8 *codes = random_bytes(rows * columns);
+    i32 *groups = exact(4 * rows);
+    for (i64 row = 0; row < rows; row++) groups[row] = (i32)random_below(count);
+    EXPECT(READ(scale_columns)(codes, rows, columns, groups, zeros, scales, count * columns, out) == 0);
+    if (rows * columns == 0) return;
+    for (i64 turn = 0; turn < 4; turn++) {
+        i64 row = random_below(rows), column = random_below(columns), at = groups[row] * columns + column;
+        float difference = (float)codes[row * columns + column] - zeros[at], value = difference * scales[at];
+        EXPECT(bits_of_float(canonical_nan(out[column * rows + row])) == bits_of_float(canonical_nan(value)));
+    }
+    groups[random_below(rows)] = one_in(2) ? -1 : (i32)(count + random_below(1 << 30));
+    EXPECT(READ(scale_columns)(codes, rows, columns, groups, zeros, scales, count * columns, out) == 1);
+}
+
 static void fuzz_quantised(void) {
     fuzz_scaled_codes();
     fuzz_scaled_nibbles();
     fuzz_scaled_integers();
+    fuzz_packed_words();
+    fuzz_scaled_columns();
 }

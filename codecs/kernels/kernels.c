@@ -6,6 +6,7 @@
 #include "huffman.c"
 #include "planes.c"
 #include "bfloat16.c"
+#include "float16.c"
 #include "masked.c"
 #include "entropy.c"
 #include "residuals.c"

@@ -64,6 +64,12 @@ i64 API(to_bfloat16)(const u32 *words, i64 count, u16 *out);
 /* Returns 1 if `rounded` are the float32 `words` as to_bfloat16 rounds them and none is a NaN, else 0. */
 i64 API(is_bfloat16_of)(const u32 *words, const u16 *rounded, i64 count);
 
+/* Round float32 to float16: to nearest, ties to even. A NaN keeps its sign and no payload. */
+i64 API(to_float16)(const u32 *words, i64 count, u16 *out);
+
+/* Write float16 numbers as float32. A NaN keeps its sign and no payload. */
+i64 API(from_float16)(const u16 *halves, i64 count, u32 *out);
+
 /* Returns how many of `count` words of `width` 1, 2, 4 or 8 bytes, at any address, have the bits of `value` where `mask`
  * has ones: NaN and infinity, if both are the exponent's bits. */
 i64 API(count_masked)(i64 width, const u8 *words, i64 count, u64 mask, u64 value);

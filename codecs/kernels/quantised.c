@@ -57,3 +57,81 @@ i64 API(scale_integers)(const u8 *bytes, i64 size, i64 stride, i64 offset, i64 b
     }
     return 0;
 }
+
+i64 API(unpack_words)(const u32 *restrict words, i64 rows, i64 columns, i64 bits, const u8 *restrict shifts, i64 per_word,
+                      i64 down, u8 *restrict out) {
+    if (!is_size(rows) || !is_size(columns) || !is_size(rows * columns) || bits < 1 || bits > 8) return BAD_SIZE;
+    if (per_word < 1 || per_word > 32 || !is_size(rows * columns * per_word) || down < 0 || down > 1) return BAD_SIZE;
+    u32 mask = (1u << bits) - 1, starts[32] = {0};
+    for (i64 k = 0; k < per_word; k++) {
+        if (shifts[k] > 32 - bits) return BAD_SIZE;
+        starts[k] = shifts[k];
+    }
+    if (!down) {
+        i64 size = rows * columns;
+        if (per_word == 8) { /* the usual one, with a length that the compiler knows */
+            for (i64 i = 0; i < size; i++)
+                for (i64 k = 0; k < 8; k++) out[8 * i + k] = (u8)(words[i] >> starts[k] & mask);
+            return 0;
+        }
+        for (i64 i = 0; i < size; i++)
+            for (i64 k = 0; k < per_word; k++) out[i * per_word + k] = (u8)(words[i] >> starts[k] & mask);
+        return 0;
+    }
+    for (i64 row = 0; row < rows; row++, words += columns)
+        for (i64 k = 0; k < per_word; k++, out += columns)
+            for (i64 column = 0; column < columns; column++) out[column] = (u8)(words[column] >> starts[k] & mask);
+    return 0;
+}
+
+/* Rows and columns that are computed at once, and then written in columns: several lines of the cache of each. */
+#define TILE_ROWS 64
+#define TILE_COLUMNS 16
+
+typedef float Four __attribute__((vector_size(16)));
+INLINE Four load_four(const float *at) { Four four; memcpy(&four, at, sizeof four); return four; }
+INLINE void store_four(float *at, Four four) { memcpy(at, &four, sizeof four); }
+
+/* Write the columns of 4 x 4 numbers, of rows that are `in_stride` apart, as rows that are `out_stride` apart. */
+INLINE void transpose_four(const float *in, i64 in_stride, float *out, i64 out_stride) {
+    Four a = load_four(in), b = load_four(in + in_stride), c = load_four(in + 2 * in_stride), d = load_four(in + 3 * in_stride);
+    Four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+    Four ef = __builtin_shufflevector(a, b, 2, 6, 3, 7), gh = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    store_four(out, __builtin_shufflevector(ab, cd, 0, 1, 4, 5));
+    store_four(out + out_stride, __builtin_shufflevector(ab, cd, 2, 3, 6, 7));
+    store_four(out + 2 * out_stride, __builtin_shufflevector(ef, gh, 0, 1, 4, 5));
+    store_four(out + 3 * out_stride, __builtin_shufflevector(ef, gh, 2, 3, 6, 7));
+}
+
+i64 API(scale_columns)(const u8 *restrict codes, i64 rows, i64 columns, const i32 *restrict groups,
+                       const float *restrict zeros, const float *restrict scales, i64 scales_size, float *restrict out) {
+    if (!is_size(rows) || !is_size(columns) || !is_size(rows * columns) || !is_size(scales_size)) return BAD_SIZE;
+    if (columns ? scales_size % columns : scales_size) return BAD_SIZE;
+    i64 count = columns ? scales_size / columns : 0;
+    for (i64 row = 0; row < rows; row++)
+        if (columns && (groups[row] < 0 || groups[row] >= count)) return 1;
+    float products[TILE_ROWS][TILE_COLUMNS];
+    for (i64 left = 0; left < columns; left += TILE_COLUMNS) {
+        i64 width = min(TILE_COLUMNS, columns - left);
+        for (i64 top = 0; top < rows; top += TILE_ROWS) {
+            i64 height = min(TILE_ROWS, rows - top);
+            for (i64 row = 0; row < height; row++) {
+                const u8 *own = codes + (top + row) * columns + left;
+                const float *zero = zeros + groups[top + row] * columns + left, *scale = scales + (zero - zeros);
+                if (width == TILE_COLUMNS)
+                    for (i64 i = 0; i < TILE_COLUMNS; i++) products[row][i] = ((float)own[i] - zero[i]) * scale[i];
+                else
+                    for (i64 i = 0; i < width; i++) products[row][i] = ((float)own[i] - zero[i]) * scale[i];
+            }
+            float *target = out + left * rows + top;
+            if (width == TILE_COLUMNS && height == TILE_ROWS) {
+                for (i64 i = 0; i < TILE_COLUMNS; i += 4)
+                    for (i64 row = 0; row < TILE_ROWS; row += 4)
+                        transpose_four(&products[row][i], TILE_COLUMNS, target + i * rows + row, rows);
+            } else
+                for (i64 i = 0; i < width; i++)
+                    for (i64 row = 0; row < height; row++) target[i * rows + row] = products[row][i];
+        }
+    }
+    return 0;
+}

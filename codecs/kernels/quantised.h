@@ -21,4 +21,15 @@ i64 API(scale_nibbles)(const u8 *packed, i64 size, i64 high_first, const float *
 i64 API(scale_integers)(const u8 *bytes, i64 size, i64 stride, i64 offset, i64 block, const float *scales, i64 count,
                         float *out);
 
+/* Write the integers of `bits` bits in words of 32 bits: `per_word` of each word, number k from bit shifts[k] on, at most
+ * 32 - bits. If `down` is 1, those of a word follow each other along the columns, and out[(row * per_word + k) * columns +
+ * column] is written, else out[(row * columns + column) * per_word + k]. */
+i64 API(unpack_words)(const u32 *words, i64 rows, i64 columns, i64 bits, const u8 *shifts, i64 per_word, i64 down, u8 *out);
+
+/* Write (code - zero) * scale for a matrix of codes, transposed: out[column * rows + row]. groups[row] is the row of
+ * `zeros` and `scales`, which have `columns` columns and scales_size elements. Returns 1, with `out` unspecified, if there
+ * is no such row. */
+i64 API(scale_columns)(const u8 *codes, i64 rows, i64 columns, const i32 *groups, const float *zeros, const float *scales,
+                       i64 scales_size, float *out);
+
 #endif

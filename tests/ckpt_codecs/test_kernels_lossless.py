@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import oracle.bfloat16
 import oracle.chunks
 import oracle.entropy
+import oracle.float16
 import oracle.huffman
 import oracle.masked
 import oracle.planes
@@ -26,6 +27,7 @@ TRIALS = Trials(
     oracle.entropy,
     oracle.planes,
     oracle.bfloat16,
+    oracle.float16,
     oracle.masked,
     oracle.chunks,
 )
@@ -230,6 +232,32 @@ def _(random: np.random.Generator, n: int) -> Trial:
     return cast
 
 
+@trial("to_float16")
+def make_float16(random: np.random.Generator, n: int) -> Trial:
+    values = random.integers(0, 1 << 32, n, np.uint32)
+    near = random.random(n) < 0.5  # the sizes that float16 has, and ties
+    values[near] = values[near] % (48 << 23) + (96 << 23) & 0xFFFFF000
+
+    def run(run: Engine) -> Any:
+        out = np.zeros(n, np.uint16)
+        run.to_float16(values, out)
+        return out
+
+    return run
+
+
+@trial("from_float16")
+def make_from_float16(random: np.random.Generator, n: int) -> Trial:
+    halves = random.integers(0, 1 << 16, n, np.uint16)
+
+    def run(run: Engine) -> Any:
+        out = np.zeros(n, np.uint32)
+        run.from_float16(halves, out)
+        return out
+
+    return run
+
+
 @trial("is_bfloat16_of")
 def _(random: np.random.Generator, n: int) -> Trial:
     values, copy = words(random, n, (4,)), np.empty(n, np.uint16)
@@ -348,6 +376,8 @@ def test_arrays_of_other_sizes_are_refused() -> None:
     out, bytes_, small = np.zeros(2000, np.uint8), np.zeros(90, np.uint8), np.zeros(80, np.uint8)
     refused: list[Callable[[], Any]] = [
         lambda: lossless.to_bfloat16(four, short),
+        lambda: lossless.to_float16(four, short),
+        lambda: lossless.from_float16(short, four),
         lambda: lossless.is_bfloat16_of(four, short),
         lambda: lossless.to_bfloat16(two, two),
         lambda: lossless.write_planes(four, True, 1.0, True, out[:380]),

@@ -77,6 +77,36 @@ def make_integers(random: np.random.Generator, n: int) -> Trial:
     return run
 
 
+@TRIALS.of("unpack_words")
+def make_words(random: np.random.Generator, n: int) -> Trial:
+    bits, down, rows = int(random.integers(1, 9)), bool(random.integers(0, 2)), int(random.integers(1, 5))
+    shifts = random.integers(0, 33 - bits, int(random.choice([1, 4, 8, 16])), U8)
+    words = random.integers(0, 1 << 32, (rows, n // rows), np.uint32)
+
+    def run(engine: Engine) -> Any:
+        out = np.zeros(words.size * shifts.size, U8)
+        engine.unpack_words(words, bits, shifts, down, out)
+        return out
+
+    return run
+
+
+@TRIALS.of("scale_columns")
+def make_columns(random: np.random.Generator, n: int) -> Trial:
+    rows, count = int(random.choice([1, 7, 80])), int(random.integers(1, 5))
+    codes = random.integers(0, 256, (rows, n // rows), U8)
+    zeros, scales = floats(random, count, n // rows), floats(random, count, n // rows)
+    groups = random.integers(0, count, rows).astype(np.int32)
+    if random.random() < 0.1:
+        groups[-1] = random.choice([-1, count, 1 << 30])
+
+    def run(engine: Engine) -> Any:
+        out = np.zeros(codes.shape[::-1], F32)
+        return finite(out) if engine.scale_columns(codes, groups, zeros, scales, out) else None
+
+    return run
+
+
 def test_no_kernel_of_the_header_is_forgotten() -> None:
     assert sorted(TRIALS) == sorted(KERNELS)
     assert list(quantised.SIGNATURES) == list(PROTOTYPES)
@@ -95,11 +125,15 @@ def test_kernels_of_quantised_weights_refuse_sizes_that_do_not_fit(name: str) ->
 
 def test_arrays_that_do_not_fit_are_refused() -> None:
     codes, sixteen, many = np.zeros((2, 4), U8), np.zeros(16, F32), np.zeros(256, F32)
+    groups = np.zeros(2, np.int32)
     for call in (
         lambda: quantised.scale_codes(codes, sixteen, many[:1], (0, 0), (2, 4), many[:8]),
         lambda: quantised.scale_codes(codes, many, many[:1], (0, 0), (2, 4), many[:7]),
         lambda: quantised.scale_nibbles(codes.reshape(-1), False, many, many[:1], 16, many[:16]),
         lambda: quantised.scale_integers(codes, 0, many[:2], many[:4].reshape(1, 4)),
+        lambda: quantised.unpack_words(codes.view(np.uint32), 4, codes[0], True, codes[0]),
+        lambda: quantised.scale_columns(codes, groups, many[:4], many[:4], many[:8]),
+        lambda: quantised.scale_columns(codes, groups, many[:8], many[:8].reshape(2, 4), many[:8]),
     ):
         with pytest.raises(CodecError, match="this is a bug"):
             call()

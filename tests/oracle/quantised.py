@@ -20,6 +20,19 @@ def scale_nibbles(packed: Array, high_first: bool, table: Array, scales: Array, 
         out[:] = table[pairs] * scales.repeat(block)[: pairs.size]
 
 
+def unpack_words(words: Array, bits: int, shifts: Array, down: bool, out: Array) -> None:
+    fields = words[..., None] >> shifts.astype(np.uint32) & ((1 << bits) - 1)
+    out[:] = (fields.swapaxes(1, 2) if down else fields).reshape(out.shape)
+
+
+def scale_columns(codes: Array, groups: Array, zeros: Array, scales: Array, out: Array) -> bool:
+    if groups.size and codes.size and not (groups.min() >= 0 and groups.max() < len(scales)):
+        return False
+    with np.errstate(all="ignore"):
+        out[:] = ((codes.astype(np.float32) - zeros[groups]) * scales[groups]).T if out.size else 0
+    return True
+
+
 def scale_integers(blocks: Array, offset: int, scales: Array, out: Array) -> None:
     with np.errstate(all="ignore"):
         integers = blocks[:, offset : offset + out.shape[1]].view(np.int8).astype(np.float32)

@@ -12,6 +12,10 @@ _MIN_ELEMENTS = 1024
 """Elements from which on a kernel rounds. Readers compare a few, for which no kernels are loaded."""
 
 
+_BY_KERNEL = (("float32", "bfloat16"), ("float32", "float16"), ("float16", "bfloat16"), ("float16", "float32"))
+"""The dtypes before and after rounding for which there are kernels, several times as fast as NumPy."""
+
+
 @dataclass(frozen=True)
 class Rounded(Codec):
     """Codec of arrays that are their base, rounded to nearest, ties to even (IEEE 754), as trainers cast masters.
@@ -61,14 +65,23 @@ class Rounded(Codec):
             raise CodecError("a rounded copy needs a base of the same shape, and has no bytes")
         if not self.can_round(base.dtype, out.dtype):
             raise CodecError(f"{base.dtype} does not round to {out.dtype}")
-        if _is_bfloat16_copy(base.dtype, out.dtype) and out.flags.c_contiguous and out.size >= _MIN_ELEMENTS:
-            from ckpt_codecs.chunk.frame import as_uints
-            from ckpt_codecs.native import lossless
-
-            lossless.to_bfloat16(as_uints(base), as_uints(out))
+        if (base.dtype.name, out.dtype.name) in _BY_KERNEL and out.flags.c_contiguous and out.size >= _MIN_ELEMENTS:
+            _by_kernel(base, out)
             return
         with np.errstate(over="ignore", invalid="ignore"):
             np.copyto(out, base, casting="unsafe")
+
+
+def _by_kernel(base: Array, out: Array) -> None:
+    from ckpt_codecs.chunk.frame import as_uints
+    from ckpt_codecs.native import lossless
+
+    words = as_uints(base)
+    if base.dtype.name == "float16":
+        halves, words = words, as_uints(out) if out.dtype.name == "float32" else np.empty(base.size, np.uint32)
+        lossless.from_float16(halves, words)
+    if out.dtype.name != "float32":
+        (lossless.to_bfloat16 if out.dtype.name == "bfloat16" else lossless.to_float16)(words, as_uints(out))
 
 
 def _is_bfloat16_copy(base: DType, dtype: DType) -> bool:

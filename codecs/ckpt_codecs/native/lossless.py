@@ -31,6 +31,8 @@ SIGNATURES = {
     "split_planes": (INT64, INT, INT64, ADDRESS, INT64, *_BYTES),
     "to_bfloat16": (INT64, ADDRESS, INT64, ADDRESS),
     "is_bfloat16_of": (INT64, ADDRESS, ADDRESS, INT64),
+    "to_float16": (INT64, ADDRESS, INT64, ADDRESS),
+    "from_float16": (INT64, ADDRESS, INT64, ADDRESS),
     "count_masked": (INT64, INT64, ADDRESS, INT64, UINT64, UINT64),
 }
 kernels = bind(SIGNATURES)
@@ -175,6 +177,24 @@ def to_bfloat16(words: Array, out: Array) -> None:
     """
     _check_sizes(words, out)
     kernels.to_bfloat16(address(words, _UINT32), words.size, address(out, _UINT16, writable=True))
+
+
+def to_float16(words: Array, out: Array) -> None:
+    """Round float32 to float16, ties to even. Only the sign of a NaN remains.
+
+    `words`: (n,) uint32, the bits of float32. `out`: (n,) uint16, the bits of float16.
+    """
+    _check_sizes(words, out)
+    kernels.to_float16(address(words, _UINT32), words.size, address(out, _UINT16, writable=True))
+
+
+def from_float16(halves: Array, out: Array) -> None:
+    """Write float16 as float32. Only the sign of a NaN remains.
+
+    `halves`: (n,) uint16, the bits of float16. `out`: (n,) uint32, the bits of float32.
+    """
+    _check_sizes(halves, out)
+    kernels.from_float16(address(halves, _UINT16), halves.size, address(out, _UINT32, writable=True))
 
 
 def is_bfloat16_of(words: Array, rounded: Array) -> bool:

@@ -16,10 +16,12 @@ SIGNATURES = {
     "scale_codes": (INT64, ADDRESS, *[INT64] * 2, *[ADDRESS] * 2, *[INT64] * 5, ADDRESS),
     "scale_nibbles": (INT64, ADDRESS, INT64, INT64, ADDRESS, ADDRESS, *[INT64] * 2, ADDRESS),
     "scale_integers": (INT64, ADDRESS, *[INT64] * 4, ADDRESS, INT64, ADDRESS),
+    "unpack_words": (INT64, ADDRESS, *[INT64] * 3, ADDRESS, *[INT64] * 2, ADDRESS),
+    "scale_columns": (INT64, ADDRESS, *[INT64] * 2, *[ADDRESS] * 3, INT64, ADDRESS),
 }
 kernels = bind(SIGNATURES)
 
-_UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
+_UINT8, _UINT32, _INT32, _FLOAT32 = (np.dtype(kind) for kind in (np.uint8, np.uint32, np.int32, np.float32))
 
 
 def scale_codes(
@@ -61,6 +63,34 @@ def scale_integers(blocks: Array, offset: int, scales: Array, out: Array) -> Non
         *(address(blocks, _UINT8), blocks.size, stride, offset, out.shape[1]),
         *(address(scales, _FLOAT32), count, address(out, _FLOAT32, writable=True)),
     )
+
+
+def unpack_words(words: Array, bits: int, shifts: Array, down: bool, out: Array) -> None:
+    """Fill `out` with the integers of `bits` bits in words, number k of a word from bit shifts[k] on.
+
+    `words`: (n, m) uint32; `shifts`: (k,) uint8; `out`: uint8, (n * k, m) if `down`, else (n, m * k).
+    """
+    rows, columns = words.shape
+    _check_sizes(out.size, words.size * shifts.size, True)
+    kernels.unpack_words(
+        *(address(words, _UINT32), rows, columns, bits, address(shifts, _UINT8), shifts.size, int(down)),
+        address(out, _UINT8, writable=True),
+    )
+
+
+def scale_columns(codes: Array, groups: Array, zeros: Array, scales: Array, out: Array) -> bool:
+    """Fill `out`, (m, n) float32, with (code - zero) * scale. Returns False if there is a group that is not there.
+
+    `codes`: (n, m) uint8; `groups`: (n,) int32, the row of `zeros` and `scales`, (g, m) float32, for each row of codes.
+    """
+    rows, columns = codes.shape
+    _check_sizes(out.size, codes.size, groups.size == rows and zeros.shape == scales.shape)
+    _check_sizes(scales.size, len(scales) * columns, True)
+    wrong = kernels.scale_columns(
+        *(address(codes, _UINT8), rows, columns, address(groups, _INT32), address(zeros, _FLOAT32)),
+        *(address(scales, _FLOAT32), scales.size, address(out, _FLOAT32, writable=True)),
+    )
+    return not wrong
 
 
 def _check_sizes(size: int, wanted: int, fits: bool) -> None:

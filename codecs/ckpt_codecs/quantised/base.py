@@ -18,6 +18,7 @@ Block = tuple[Range, ...]
 """A block of an array: a range along each axis."""
 
 FLOAT32: DType = np.dtype(np.float32)
+FLOAT16: DType = np.dtype(np.float16)
 BFLOAT16: DType = np.dtype(ml_dtypes.bfloat16)
 _MAX_AXES = 8
 
@@ -128,6 +129,12 @@ def check_positive(shape: Shape, *numbers: int) -> None:
 
 def to_float32(values: Array) -> Array:
     """Any numbers of at most 32 bits as float32: an array of the same shape."""
+    if values.dtype == FLOAT16 and values.size >= MIN_ELEMENTS and values.flags.c_contiguous:
+        from ckpt_codecs.native import lossless  # small weights need no kernels
+
+        out = np.empty(values.shape, FLOAT32)
+        lossless.from_float16(values.reshape(-1).view(np.uint16), out.reshape(-1).view(np.uint32))
+        return out
     with np.errstate(invalid="ignore"):
         return values.astype(FLOAT32)
 
@@ -138,10 +145,12 @@ MIN_ELEMENTS = 1024
 
 def rounded_into(values: Array, out: Array) -> None:
     """Round float32 values into `out`, of the same shape and any float dtype, to nearest, ties to even."""
-    if out.dtype == BFLOAT16 and values.size >= MIN_ELEMENTS and out.flags.c_contiguous and values.flags.c_contiguous:
+    is_contiguous = out.flags.c_contiguous and values.flags.c_contiguous
+    if out.dtype in (BFLOAT16, FLOAT16) and values.size >= MIN_ELEMENTS and is_contiguous:
         from ckpt_codecs.native import lossless  # small weights need no kernels
 
-        lossless.to_bfloat16(values.reshape(-1).view(np.uint32), out.reshape(-1).view(np.uint16))
+        kernel = lossless.to_bfloat16 if out.dtype == BFLOAT16 else lossless.to_float16
+        kernel(values.reshape(-1).view(np.uint32), out.reshape(-1).view(np.uint16))
         return
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(out, values, casting="unsafe")

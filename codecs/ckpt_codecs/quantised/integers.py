@@ -11,6 +11,7 @@ from ckpt_codecs.base import Array, DType, Shape
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.quantised.base import (
     BFLOAT16,
+    FLOAT16,
     FLOAT32,
     MIN_ELEMENTS,
     Block,
@@ -27,20 +28,47 @@ from ckpt_codecs.quantised.base import (
 PACKED_BITS = (1, 2, 4, 8)
 """Sizes of integers that never lie in two words."""
 _WORD = 32
-_FLOATS: dict[str, DType] = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}
+_FLOATS: dict[str, DType] = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def unpacked(words: Array, bits: int, axis: int) -> Array:
-    """The integers in 32-bit words, lowest bits first, along an axis: int32 of any shape, `32 / bits` times as long.
+def unpacked(words: Array, bits: int, axis: int, order: Sequence[int] = ()) -> Array:
+    """The integers in 32-bit words of a matrix, along an axis: uint8, `32 / bits` times as long there.
 
-    words: int32. `bits`: one of `PACKED_BITS`.
+    words: (n, m) int32. `bits`: one of `PACKED_BITS`. `order`: the place in a word of each integer, counted from the
+    lowest bits; else they follow each other.
     """
-    count = _WORD // bits
-    last = np.ascontiguousarray(np.moveaxis(words, axis, -1)).view(np.uint32)
-    shifts = np.arange(count, dtype=np.uint32) * np.uint32(bits)
-    fields = last[..., None] >> shifts & np.uint32((1 << bits) - 1)
-    return np.moveaxis(fields.reshape(*last.shape[:-1], -1).astype(np.int32), -1, axis)
+    places = np.array(order or range(_WORD // bits), np.uint8)
+    own, (n, m) = np.ascontiguousarray(words).view(np.uint32), words.shape
+    out = np.empty((n * places.size, m) if axis == 0 else (n, m * places.size), np.uint8)
+    if out.size >= MIN_ELEMENTS:
+        from ckpt_codecs.native import quantised  # small weights need no kernels
+
+        quantised.unpack_words(own, bits, places * np.uint8(bits), axis == 0, out)
+        return out
+    fields = own[..., None] >> (places * bits).astype(np.uint32) & np.uint32((1 << bits) - 1)
+    out[...] = (fields.swapaxes(1, 2) if axis == 0 else fields).reshape(out.shape)
+    return out
+
+
+def _scale_columns(codes: Array, order: Array, zeros: Array, scales: Array, out: Array) -> None:
+    """Fill `out`, (outputs, inputs), with (code - zero) * scale, rounded once.
+
+    codes: (inputs, outputs) uint8; order: (inputs,), the group of each input, of those in zeros, integers, and scales,
+    floats, both (groups, outputs).
+    """
+    if codes.size < MIN_ELEMENTS:
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = (to_float32(codes) - to_float32(zeros)[order]) * to_float32(scales)[order]
+        rounded_into(values.T, out)
+        return
+    from ckpt_codecs.native import quantised  # small weights need no kernels
+
+    products = np.empty(out.shape, FLOAT32)
+    own = (np.ascontiguousarray(to_float32(part)) for part in (zeros, scales))
+    if not quantised.scale_columns(np.ascontiguousarray(codes), order.astype(np.int32), *own, products):
+        raise CodecError("a column is of a group that there is not")
+    rounded_into(products, out)
 
 
 def _cut(values: Array, span: Range, unit: int, axis: int) -> Array:
@@ -121,7 +149,7 @@ class PackedIntegers(Quantisation):
         if self._is_aligned(columns) and parts[0].size >= MIN_ELEMENTS // 8:
             self._by_kernel(parts[0], to_float32(parts[1]), out)
             return
-        values = to_float32(_cut(unpacked(parts[0], self.bits, 1), columns, self._unit, 1) - half)
+        values = to_float32(_cut(unpacked(parts[0], self.bits, 1), columns, self._unit, 1)) - FLOAT32.type(half)
         if self.order is not None:
             order = _places(parts[-1], self.groups)
         else:
@@ -129,8 +157,8 @@ class PackedIntegers(Quantisation):
             order = np.arange(*columns) // size - columns[0] // size
         with np.errstate(over="ignore", invalid="ignore"):
             if self.zeros:
-                zeros = _cut(unpacked(parts[2], self.bits, 0), rows, self._unit, 0) - half
-                values -= to_float32(zeros)[:, order]
+                zeros = _cut(unpacked(parts[2], self.bits, 0), rows, self._unit, 0)
+                values -= (to_float32(zeros) - FLOAT32.type(half))[:, order]
             values *= to_float32(parts[1])[:, order]
         rounded_into(values, out)
 
@@ -223,15 +251,13 @@ class Gptq(Quantisation):
                 raise CodecError(
                     f"a zero point of GPTQ version 1 is stored as {zeros.max()}, which libraries read apart"
                 )
-            zeros = zeros + 1
+            zeros = zeros.astype(np.int32) + 1
         if self.order:
             order = _places(parts[3], self.groups)
         else:
             size = self.shape[1] // self.groups
             order = np.arange(*columns) // size - columns[0] // size
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = to_float32(codes - zeros[order]) * to_float32(parts[2])[order]
-        rounded_into(values.T, out)
+        _scale_columns(codes, order, zeros, parts[2], out)
 
 
 @dataclass(frozen=True)
@@ -278,16 +304,8 @@ class Awq(Quantisation):
         rows, columns = block
         size = self.shape[1] // self.groups
         order = np.arange(*columns) // size - columns[0] // size
-        codes, zeros = (_cut(_straight(words), rows, 8, 1) for words in parts[:2])
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = to_float32(codes - zeros[order]) * to_float32(parts[2])[order]
-        rounded_into(values.T, out)
-
-
-def _straight(words: Array) -> Array:
-    """The eight integers of each word, in the order of the outputs."""
-    fields = unpacked(words, 4, 1).reshape(len(words), -1, 8)
-    return fields[..., _AWQ_ORDER].reshape(len(words), -1)
+        codes, zeros = (_cut(unpacked(words, 4, 1, _AWQ_ORDER), rows, 8, 1) for words in parts[:2])
+        _scale_columns(codes, order, zeros, parts[2], out)
 
 
 @dataclass(frozen=True)
