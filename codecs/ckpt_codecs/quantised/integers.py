@@ -65,8 +65,8 @@ def _scale_columns(codes: Array, order: Array, zeros: Array, scales: Array, out:
     from ckpt_codecs.native import quantised  # small weights need no kernels
 
     products = np.empty(out.shape, FLOAT32)
-    own = (np.ascontiguousarray(to_float32(part)) for part in (zeros, scales))
-    if not quantised.scale_columns(np.ascontiguousarray(codes), order.astype(np.int32), *own, products):
+    own, factors = (np.ascontiguousarray(to_float32(part)) for part in (zeros, scales))
+    if not quantised.scale_columns(np.ascontiguousarray(codes), order.astype(np.int32), own, factors, products):
         raise CodecError("a column is of a group that there is not")
     rounded_into(products, out)
 
