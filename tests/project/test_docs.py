@@ -131,6 +131,8 @@ def test_every_format_is_documented():
     text = "".join(page.read_text("utf-8") for page in sorted(DOCS.glob("*.md")) if page.name != "cli.md")
     for name in FORMATS:
         assert f"`{name}`" in text, name
+    for page in (README, (DOCS / "compare.md").read_text("utf-8")):
+        assert re.findall(r"\[(\d+) formats\]", page) == [str(len(FORMATS))]
 
 
 def test_help_names_the_formats_that_can_be_written():
