@@ -13,7 +13,7 @@ import numpy as np
 from ckpt_codecs.base import Array
 
 _MIN_NBYTES = 4096
-_MAX_FREE = 32
+MAX_FREE = 32
 """Free buffers that a thread retains."""
 
 
@@ -59,5 +59,5 @@ def release_buffer(buffer: Array) -> None:
     """Release a buffer, (m,) uint8, of `acquire_buffer`. Nobody may use it afterwards."""
     free = _buffers.free
     free.append(buffer)
-    if len(free) > _MAX_FREE:  # another thread acquired it
+    if len(free) > MAX_FREE:  # another thread acquired it
         free.pop(0)

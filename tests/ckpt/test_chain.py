@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ckpt.chains.append import append
 from ckpt.chains.chain import Chain
 from ckpt.chains.change import change
-from ckpt.chains.estimate import CHUNKS, _evenly
+from ckpt.chains.estimate import CHUNKS, sample_evenly
 from ckpt.chains.restore import open_step
 from ckpt.chains.write import DeltaPolicy, parent_folder
 from ckpt.job import save
@@ -578,7 +578,7 @@ def test_member_at_names_the_steps_that_are_nearest() -> None:
 
 def test_an_estimate_takes_samples_from_all_of_a_model() -> None:
     sizes = [(100,), (800,), (100,)]
-    samples = _evenly([parameter(str(i), {"model": np.zeros(size, np.uint8)}) for i, size in enumerate(sizes)])
+    samples = sample_evenly([parameter(str(i), {"model": np.zeros(size, np.uint8)}) for i, size in enumerate(sizes)])
     assert len(samples) == CHUNKS
     assert [(one.name, at) for one, at in samples][::7] == [("0", 62), ("2", 37)]
 

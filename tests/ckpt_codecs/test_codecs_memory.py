@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ckpt_codecs import Codec, CodecError, Planes, Rounded
-from ckpt_codecs.scratch import _MAX_FREE, acquire_buffer, release_buffer, temporary_buffer
+from ckpt_codecs.scratch import MAX_FREE, acquire_buffer, release_buffer, temporary_buffer
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import Array
 from codec_arrays import BF16, F32
@@ -207,7 +207,7 @@ def test_states_are_written_and_read_without_fresh_pages_for_each_chunk(tmp_path
 
 
 def test_release_buffer_drops_the_oldest_of_too_many() -> None:
-    sizes = [5000 + i for i in range(_MAX_FREE + 1)]
+    sizes = [5000 + i for i in range(MAX_FREE + 1)]
 
     def smallest() -> int:
         for size in sizes:

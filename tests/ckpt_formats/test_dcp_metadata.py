@@ -28,7 +28,7 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Record
-from ckpt_formats.engines.dcp.metadata import FORMS, ItemRange, _MetadataReader, read_metadata
+from ckpt_formats.engines.dcp.metadata import FORMS, ItemRange, MetadataReader, read_metadata
 from ckpt_formats.registry.opening import open_checkpoint
 from dcp_states import save
 from durations import slowness
@@ -237,7 +237,7 @@ def test_fifty_thousand_chunks_take_little_time_and_memory(tensors: int, ranks: 
 
 @pytest.mark.parametrize("names", ["zlib", {"a": 1}, ["a", 1], None, 3])
 def test_transformations_of_an_item_are_a_list_of_names(names: Any) -> None:
-    reader = _MetadataReader(Path(".metadata"))
+    reader = MetadataReader(Path(".metadata"))
     with pytest.raises(CkptError, match="transformations are no list of names"):
         reader._transforms(names)
     assert reader._transforms(["a", "b"]) == reader._transforms(("a", "b")) == ("a", "b")

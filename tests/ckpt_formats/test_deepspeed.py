@@ -17,7 +17,7 @@ from ckpt_formats.core.layout import ShardBlock
 from ckpt_formats.core.tensor import Array, Tensor
 from ckpt_formats.engines.deepspeed.experts import expert_ranks
 from ckpt_formats.engines.deepspeed.extras import collect_extras
-from ckpt_formats.engines.deepspeed.optimizer_states import _mixed, check_options
+from ckpt_formats.engines.deepspeed.optimizer_states import check_options, ranks_disagree
 from ckpt_formats.engines.deepspeed.pipeline import find_pipeline
 from ckpt_formats.engines.deepspeed.read import check_same_run
 from ckpt_formats.state_dicts.universal_info import rules_of
@@ -107,7 +107,7 @@ def test_ranks_of_experts_are_those_that_hold_the_same(contiguous: bool, ranks: 
 
 def test_mixed_names_the_first_rank_that_disagrees() -> None:
     files: Any = [SimpleNamespace(path=Path(f"step/{name}.pt")) for name in "abc"]
-    error = _mixed("lr", files, ["1", "2", "2"])
+    error = ranks_disagree("lr", files, ["1", "2", "2"])
     assert error.what == "ranks disagree: `lr` is 1 in a.pt but 2 in b.pt"
     assert str(error.where) == "step"
-    assert _mixed("lr", files, ["1", "1", "2"]).what.endswith("is 1 in a.pt but 2 in c.pt")
+    assert ranks_disagree("lr", files, ["1", "1", "2"]).what.endswith("is 1 in a.pt but 2 in c.pt")

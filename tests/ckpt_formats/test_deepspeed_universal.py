@@ -20,8 +20,8 @@ from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, I
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.tensor import read
 from ckpt_formats.engines.deepspeed.universal.folder import list_universal
-from ckpt_formats.engines.deepspeed.write_layout import _with_masters
-from ckpt_formats.engines.deepspeed.write_parts import _coordinates
+from ckpt_formats.engines.deepspeed.write_layout import with_masters
+from ckpt_formats.engines.deepspeed.write_parts import coordinates_of_files
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
@@ -485,11 +485,11 @@ def test_deepspeed_universal_names_a_parameter_in_no_group_or_in_two() -> None:
     both = [parameter(name, {"model": np.ones(2, np.float32)}) for name in "ab"]
     for names, misplaced in ((("a",), "b"), (("a", "b", "a"), "a"), (("a", "b", "c"), "c")):
         with pytest.raises(UnsupportedError, match=f"`{misplaced}` is not in exactly one group"):
-            _with_masters(checkpoint(both, (Group({"lr": 0.1}, names),)))
-    assert "master" in _with_masters(checkpoint(both, (Group({"lr": 0.1}, ("a", "b")),))).parameters["a"].states
+            with_masters(checkpoint(both, (Group({"lr": 0.1}, names),)))
+    assert "master" in with_masters(checkpoint(both, (Group({"lr": 0.1}, ("a", "b")),))).parameters["a"].states
 
 
 def test_files_of_layers_are_planned_in_the_order_of_the_layers() -> None:
     target = SimpleNamespace(pp=1, tp=2, dp=1, stage=1, pipeline=object())
-    planned: Any = list(_coordinates(target, SimpleNamespace(names_by_layer={3: [], 0: [], 12: []})))  # type: ignore[arg-type]
+    planned: Any = list(coordinates_of_files(target, SimpleNamespace(names_by_layer={3: [], 0: [], 12: []})))  # type: ignore[arg-type]
     assert [(one.tp, one.layer) for one in planned[-6:]] == [(tp, layer) for tp in (0, 1) for layer in (0, 3, 12)]

@@ -175,9 +175,9 @@ def test_sample_has_one_of_everything(golden: Checkpoint) -> None:
             collect(inner)
 
     collect(json.loads((GOLDEN / manifest.NAME).read_text())["extras"])
-    from ckpt_formats.containers.typed_json import _READERS
+    from ckpt_formats.containers.typed_json import READERS
 
-    assert kinds == set(_READERS)
+    assert kinds == set(READERS)
 
 
 def test_golden_sample_has_its_content_id() -> None:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckpt_formats.containers.torchfile import CompactRecord, load_pickle
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.gc_pause import gc_paused
-from ckpt_formats.engines.dcp.metadata import FORMS, _MetadataReader
+from ckpt_formats.engines.dcp.metadata import FORMS, MetadataReader
 from ckpt_formats.registry.opening import open_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -105,7 +105,7 @@ def metadata() -> Metadata:
 
 def outcome(data: bytes, forms: Any) -> Any:
     try:
-        read = _MetadataReader(Path("a file")).metadata(load_pickle(data, "a file", forms))
+        read = MetadataReader(Path("a file")).metadata(load_pickle(data, "a file", forms))
         return read.tensors, read.objects, read.paths, read.files, list(read.items), read.notices, read.nesting
     except CkptError as error:
         return type(error), str(error)

@@ -29,7 +29,7 @@ from ckpt_formats.engines.dcp.metadata import read_metadata
 from ckpt_formats.engines.megatron import MegatronDist
 from ckpt_formats.engines.megatron.shared.names import expert_of
 from ckpt_formats.engines.megatron.shared.write_layout import resolve_layout
-from ckpt_formats.engines.megatron.torch_dist.buffers import BufferedModel, ReplicaGroup, _chunk
+from ckpt_formats.engines.megatron.torch_dist.buffers import BufferedModel, ReplicaGroup, model_chunk
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from effort import examples
@@ -391,7 +391,7 @@ def test_experts_have_buffers_of_their_own() -> None:
     weights = {name: p.weight for name, p in source.parameters.items() if p.role == "parameter"}
     buffered = BufferedModel(target.args, target.parallel, target.stages, target.layout, weights)
     groups = [ReplicaGroup(0, 0, 0, 0), *(ReplicaGroup(1, ep, 0, 0, ep) for ep in (0, 1))]
-    dense, *experts = (set(_chunk(buffered, group, 0, True).tensors) for group in groups)
+    dense, *experts = (set(model_chunk(buffered, group, 0, True).tensors) for group in groups)
     assert dense == {name for name in weights if ".experts." not in name}
     for ep, own in enumerate(experts):
         assert {expert_of(name) for name in own} == {2 * ep, 2 * ep + 1}

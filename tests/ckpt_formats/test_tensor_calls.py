@@ -10,7 +10,7 @@ import torch
 
 from ckpt_formats.containers.torchfile import Storage, TensorRef, Window, tensor_calls
 from ckpt_formats.containers.torchfile.pickle_reader import PAD, Interpreter
-from ckpt_formats.containers.torchfile.reader import _StorageTable
+from ckpt_formats.containers.torchfile.reader import StorageTable
 from ckpt_formats.containers.torchfile.zip_archive import Archive, read_directory
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.values import Record, StdDict
@@ -64,7 +64,7 @@ def dump(value: Any) -> Iterator[Any]:
 
 def outcome(data: bytes, archive: Archive, *, matched: bool = True) -> Any:
     """What the pickle of an archive is read as: a value and its storages, or an error."""
-    table = _StorageTable("a file", archive, archive)
+    table = StorageTable("a file", archive, archive)
     interpreter = Interpreter("a file", table.resolve)
     if not matched:
         interpreter._tensor_calls = None
@@ -105,7 +105,7 @@ def test_a_reference_to_a_part_of_a_tensor_is_read_without_matching(saved: tuple
     at = next(at for at in range(len(data)) if tensor_calls._TENSOR(data, at))
     call = tensor_calls._TENSOR(data, at)
     first, high, key = call[5], call["high"], call[4].decode()
-    value, _ = Interpreter("a file", _StorageTable("a file", archive, archive).resolve).load(
+    value, _ = Interpreter("a file", StorageTable("a file", archive, archive).resolve).load(
         data[:-1] + b"j" + first + high + b"\x86." + PAD
     )
     assert list(value[0]) == list(state())

@@ -51,7 +51,7 @@ class DeepSpeedCpuAdam:
         beta1, beta2 = (np.float32(beta) for beta in self.betas)
         bias1 = bias2 = one
         if self.bias_correction:
-            bias1, bias2 = (one - _power(float(beta), count, self.powers_from) for beta in (beta1, beta2))
+            bias1, bias2 = (one - rounded_power(float(beta), count, self.powers_from) for beta in (beta1, beta2))
             if not bias1 > 0 or not bias2 > 0:
                 raise CodecError(f"betas of {self.betas} make a bias correction zero")
         decay_target, decay = stepping.Decaying.NOTHING, np.float32(self.weight_decay)
@@ -76,7 +76,7 @@ class DeepSpeedCpuAdam:
 
 
 @lru_cache(64)
-def _power(beta: float, count: int, start: int) -> np.float32:
+def rounded_power(beta: float, count: int, start: int) -> np.float32:
     """Return beta^count in float32: beta^start rounded once, then times beta for each further step.
 
     Raises CodecError if there are more than `MAX_COUNT` further steps.

@@ -89,10 +89,11 @@ def _spread(
     for parameter in parameters:
         if parameter.weight.size:
             kinds.setdefault(kind_of(parameter), []).append(parameter)
-    return {kind: _evenly(members) for kind, members in kinds.items()}
+    return {kind: sample_evenly(members) for kind, members in kinds.items()}
 
 
-def _evenly(members: list[Parameter]) -> list[Sample]:
+def sample_evenly(members: list[Parameter]) -> list[Sample]:
+    """Return at most `CHUNKS` places, evenly spread over all values of the parameters: each and a flat index in it."""
     sizes = [parameter.weight.size for parameter in members]
     ends = list(accumulate(sizes))
     places = ((2 * i + 1) * ends[-1] // (2 * CHUNKS) for i in range(CHUNKS))

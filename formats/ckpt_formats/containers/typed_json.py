@@ -225,7 +225,7 @@ def _decode(content: Any, depth: int) -> Value:
     if len(content) == 1:
         ((key, body),) = content.items()
         if key.startswith("$"):
-            return _READERS[key](body, lambda inner: _decode(inner, depth + 1))
+            return READERS[key](body, lambda inner: _decode(inner, depth + 1))
     return {key: _decode(item, depth + 1) for key, item in content.items()}
 
 
@@ -293,7 +293,7 @@ def _dict_of(body: Any, inner: Inner) -> dict[Value, Value]:
     return dict(zip(keys, (inner(item) for _, item in body), strict=True))
 
 
-_READERS: dict[str, Callable[[Any, Inner], Value]] = {
+READERS: dict[str, Callable[[Any, Inner], Value]] = {
     "$int": lambda b, inner: _large_int(b),
     "$float": lambda b, inner: struct.unpack(">d", bytes.fromhex(b))[0],
     "$complex": lambda b, inner: complex(inner(b[0]), inner(b[1])),
@@ -310,3 +310,4 @@ _READERS: dict[str, Callable[[Any, Inner], Value]] = {
     "$object": _object,
     "$array": _from_array,
 }
+"""What reads a value that JSON has no type for, by the key that marks it."""

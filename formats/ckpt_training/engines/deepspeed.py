@@ -78,7 +78,7 @@ def deepspeed_run(engine: Any, rank: int) -> TrackedRun:
         set_notes=partial(_set_notes, engine),
     )
     if type(inner).__name__ == "MuonWithAuxAdam" and hasattr(optimizer, "single_partition_of_fp32_groups"):
-        run = replace(run, arrange=partial(_momentum_of_partition, run), state_parts=partial(_parts_of_momentum, run))
+        run = replace(run, arrange=partial(momentum_of_partition, run), state_parts=partial(parts_of_momentum, run))
     experts = _experts(engine.module)
     return renamed(run, lambda name: _numbered(name, experts)) if experts else run
 
@@ -190,7 +190,7 @@ def _set_scaler(optimizer: Any, stored: Mapping[str, Any]) -> None:
             setattr(scaler, name, values[name])
 
 
-def _parts_of_momentum(run: TrackedRun, number: int, name: str) -> tuple[LocalPart, ...] | None:
+def parts_of_momentum(run: TrackedRun, number: int, name: str) -> tuple[LocalPart, ...] | None:
     """The parts of Muon's momentum: the parameters of a partition in full, also those that it has in part."""
     if name != "momentum_buffer":
         return None
@@ -202,7 +202,7 @@ def _parts_of_momentum(run: TrackedRun, number: int, name: str) -> tuple[LocalPa
     return tuple(parts)
 
 
-def _momentum_of_partition(run: TrackedRun, number: int, name: str, state: torch.Tensor) -> torch.Tensor:
+def momentum_of_partition(run: TrackedRun, number: int, name: str, state: torch.Tensor) -> torch.Tensor:
     """The momentum of Muon with the elements of a partition. DeepSpeed has that of all its parameters in full."""
     one = run.tensors[number]
     if name != "momentum_buffer" or state.numel() != sum(prod(part.shape) for part in one.parts):

@@ -132,7 +132,7 @@ def _open_archive(window: ByteSource) -> TorchFile:
             raise window.corrupt(f"unknown byte order {byte_order!r:.20}")
     data = archive.read("data.pkl", window, MAX_PICKLE)
     where = f"{window.path} ({archive.stem}/data.pkl)"
-    table = _StorageTable(where, archive, archive)
+    table = StorageTable(where, archive, archive)
     interpreter = Interpreter(where, table.resolve)
     root, end = interpreter.load(data + PAD)
     if end != len(data):
@@ -147,7 +147,7 @@ _MEMBERS = ("data.pkl", "version", "byteorder", ".format_version", ".storage_ali
 _MEMBERS_OF_DATA = (".data/serialization_id", ".data/version")
 
 
-def _check_members(archive: Archive, table: "_StorageTable") -> None:
+def _check_members(archive: Archive, table: "StorageTable") -> None:
     """Raise `UnsupportedError` for members that torch does not write, or that are storages without a tensor."""
     stem = len(archive.stem) + 1
     expected = {f"{archive.stem}/data/{key}" for key in table.storages}
@@ -170,7 +170,7 @@ def _open_stream(window: Window) -> TorchFile:
     from ckpt_formats.containers.torchfile import legacy_stream as legacy  # most files are archives
 
     stream = legacy.LegacyStream(window.path)
-    table = _StorageTable(str(window.path), stream, None)
+    table = StorageTable(str(window.path), stream, None)
     interpreter = Interpreter(str(window.path), table.resolve)
     pickles = legacy.Pickles(window, interpreter)
     root, kind = pickles.next(), "pickle"
@@ -192,7 +192,7 @@ def _open_stream(window: Window) -> TorchFile:
     )
 
 
-class _StorageTable:
+class StorageTable:
     """The storages that the pickle of one file refers to."""
 
     def __init__(self, where: str, offsets: StorageOffsets, archive: Archive | None) -> None:

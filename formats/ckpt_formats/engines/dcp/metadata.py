@@ -92,7 +92,7 @@ class Metadata:
 def read_metadata(path: Path) -> Metadata:
     """Read a `.metadata`. Raises `CorruptError`, `UnsafeError` or `UnsupportedError`."""
     root = load_pickle(read_whole(path, MAX_PICKLE), str(path), FORMS)
-    return _MetadataReader(path).metadata(root)
+    return MetadataReader(path).metadata(root)
 
 
 _VERSION = "1.0.0"
@@ -118,7 +118,9 @@ _Blocks: TypeAlias = tuple[DType, Shape, list[tuple[Shape, Box | None]]]
 """Type and shape of a tensor; of each block the offsets, and the box unless it is empty."""
 
 
-class _MetadataReader:
+class MetadataReader:
+    """Turns the unpickled `.metadata` of one checkpoint into tables of items and chunks, and checks each part."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._files: dict[str, str] = {}

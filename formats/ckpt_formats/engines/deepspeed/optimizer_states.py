@@ -83,7 +83,7 @@ def split_state(states: Sequence[Mapping[Value, Value]], files: Sequence[TorchFi
         name = str(key)
         if not is_tensor(first):
             if any(value != first for value in by_rank):
-                raise _mixed(name, files, [str(value) for value in by_rank])
+                raise ranks_disagree(name, files, [str(value) for value in by_rank])
             values[name] = first
         elif tensor(first, files[0].path).shape == ():
             tensors = [tensor(value, file.path) for value, file in zip(by_rank, files, strict=True)]
@@ -107,7 +107,7 @@ def check_options(options: Sequence[Mapping[str, Value]], files: Sequence[TorchF
         for key in dict.fromkeys((*options[0], *own)):
             one, other = options[0].get(key), own.get(key)
             if not has_tensor_in(one) and not has_tensor_in(other) and not same(one, other):
-                raise _mixed(f"{key} of group {number}", [files[0], file], [str(one), str(other)])
+                raise ranks_disagree(f"{key} of group {number}", [files[0], file], [str(one), str(other)])
 
 
 def has_tensor_in(value: Value) -> bool:
@@ -130,10 +130,11 @@ def _check_equal(name: str, tensors: Sequence[Tensor], files: Sequence[TorchFile
     with Reader(check=False) as reader:
         arrays = [read(one, reader) for one in requested(tensors, lambda tensor: (tensor,))]
     if any(array.tobytes() != arrays[0].tobytes() for array in arrays):
-        raise _mixed(name, files, [str(np.asarray(array).item()) for array in arrays])
+        raise ranks_disagree(name, files, [str(np.asarray(array).item()) for array in arrays])
 
 
-def _mixed(name: str, files: Sequence[TorchFile], values: Sequence[str]) -> CorruptError:
+def ranks_disagree(name: str, files: Sequence[TorchFile], values: Sequence[str]) -> CorruptError:
+    """Return the error for a value that is another one in the file of another rank. `values`: as text, of each file."""
     value, file = next(pair for pair in zip(values, files, strict=True) if pair[0] != values[0])
     return CorruptError(
         f"ranks disagree: `{name}` is {values[0]} in {files[0].path.name} but {value} in {file.path.name}",

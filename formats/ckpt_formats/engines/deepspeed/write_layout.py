@@ -101,7 +101,7 @@ def layout_at(
     """The source at these degrees, without pipeline stages. Raises `UnsupportedError` or `RulesError`."""
     _check_kind(source)
     _check_options(source)
-    source = _with_masters(source)
+    source = with_masters(source)
     dtypes = Counter(p.weight.dtype.name for p in source.parameters.values() if p.role == "parameter")
     dtype = DTYPES[dtypes.most_common(1)[0][0]]
     info = source.extras.get(ORIGIN)
@@ -146,7 +146,7 @@ def _check_options(source: Checkpoint) -> None:
         )
 
 
-def _with_masters(source: Checkpoint) -> Checkpoint:
+def with_masters(source: Checkpoint) -> Checkpoint:
     """The source with a master for every trained parameter.
 
     Raises `UnsupportedError` if one is not in exactly one group.

@@ -76,7 +76,7 @@ Coordinates = ModelFile | OptimizerFile | LayerFile
 def parts(target: WriteLayout) -> Iterator[FilePlan]:
     """The files of every rank. Raises `UnsupportedError` or `RulesError` for what DeepSpeed could not load."""
     layouts = RankLayouts(target)
-    coordinates = list(_coordinates(target, layouts))
+    coordinates = list(coordinates_of_files(target, layouts))
     exact: dict[Coordinates, int] = {}
     for kind in (ModelFile, OptimizerFile, LayerFile):
         members = [one for one in coordinates if isinstance(one, kind)]
@@ -87,7 +87,8 @@ def parts(target: WriteLayout) -> Iterator[FilePlan]:
         yield layouts.plan(one, exact[one] if one in exact else sizes.of(one))
 
 
-def _coordinates(target: WriteLayout, layouts: "RankLayouts") -> Iterator[Coordinates]:
+def coordinates_of_files(target: WriteLayout, layouts: "RankLayouts") -> Iterator[Coordinates]:
+    """Yield the coordinates of each file that is written: of models, of optimizers, then of layers of a pipeline."""
     for pp in range(target.pp):
         for tp in range(target.tp):
             yield from (ModelFile(pp, tp, dp) for dp in range(target.dp)) if target.stage == 3 else [ModelFile(pp, tp)]

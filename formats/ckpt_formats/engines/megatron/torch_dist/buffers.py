@@ -78,7 +78,7 @@ def states_of(model: BufferedModel, items: SplitItems) -> dict[str, dict[str, Te
             raise IncompleteError(
                 f"the optimizer's buffers of rank group {rank.index} are missing", where=model.args.where
             )
-        chunks = [_chunk(model, rank, v, separate_experts) for v in range(model.stages.chunks)]
+        chunks = [model_chunk(model, rank, v, separate_experts) for v in range(model.stages.chunks)]
         for (_, name), rank_states in _read(model, rank, chunks, items, separate_experts).items():
             is_copy = name == model.copy_name and rank.pp == model.parallel.pp - 1
             target = copied if is_copy else shards.setdefault(name, {})
@@ -116,7 +116,7 @@ def _ranks(parallel: Parallel, separate_experts: bool) -> Iterator[ReplicaGroup]
                     yield ReplicaGroup(1, (pp * parallel.ep + ep) * parallel.etp + etp, pp, etp, ep)
 
 
-def _chunk(model: BufferedModel, rank: ReplicaGroup, chunk: int, separate_experts: bool) -> ModelChunk:
+def model_chunk(model: BufferedModel, rank: ReplicaGroup, chunk: int, separate_experts: bool) -> ModelChunk:
     """One model chunk of a rank, in local shapes. The values are zeros, because only shapes and dtypes are needed."""
     layers = model.stages.layers(rank.pp, chunk)
     first = rank.pp == 0 and chunk == 0
