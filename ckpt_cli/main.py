@@ -50,6 +50,7 @@ COMMANDS = {
     "commit": "ckpt_cli.commands.commit:commit",
     "plan": "ckpt_cli.commands.plan:plan",
     "average": "ckpt_cli.commands.average:average",
+    "merge": "ckpt_cli.commands.merge:merge",
     "merge-lora": "ckpt_cli.commands.merge_lora:merge_lora",
     "compress": "ckpt_cli.commands.compress:compress",
     "decompress": "ckpt_cli.commands.decompress:decompress",

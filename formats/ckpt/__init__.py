@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ckpt.chains.compact import Retention
     from ckpt.chains.trials import Evaluation
     from ckpt.chains.write import DeltaPolicy
-    from ckpt.combine import average, convert_lora, ema_weights, merge_lora
+    from ckpt.combine import average, convert_lora, ema_weights, merge, merge_lora
     from ckpt.compare import diff
     from ckpt.copying.copy import Copy, copy
     from ckpt.copying.follow import follow_copy, update_copy
@@ -57,6 +57,7 @@ _NAMES = {
         "average",
         "convert_lora",
         "ema_weights",
+        "merge",
         "merge_lora",
     ),
     "ckpt.compare": ("diff",),
@@ -152,6 +153,7 @@ __all__ = [
     "errors",
     "ext",
     "follow_copy",
+    "merge",
     "merge_lora",
     "open",
     "partial",

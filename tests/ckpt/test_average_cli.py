@@ -1,4 +1,4 @@
-"""`ckpt average` and `ckpt merge-lora`: what the commands write, print and refuse."""
+"""`ckpt average`, `ckpt merge` and `ckpt merge-lora`: what the commands write, print and refuse."""
 
 import json
 import shutil
@@ -174,6 +174,45 @@ def test_no_source_is_overwritten(models: list[Path]) -> None:
     done = ckpt("average", *models[:2], models[1])
     assert done.code == 30, done.err
     assert tensor(models[1]).shape == SHAPE
+
+
+# ckpt merge
+
+
+def test_models_are_merged_by_their_differences(models: list[Path], tmp_path: Path) -> None:
+    base, *tuned = models
+    done = ckpt("merge", *tuned, tmp_path / "sum", "--to", "hf", "--base", base, "--method", "task-arithmetic",
+                "--weights", "0.5,-1", "--scale", "2", "--where", "norm", "weights=0,0")  # fmt: skip
+    assert done.code == 0, done.err
+    first, second, third = (tensor(model).astype(np.float64) for model in models)
+    expected = ((second - first) * 0.5 + (third - first) * -1.0) * 2 + first
+    assert tensor(tmp_path / "sum").tobytes() == expected.astype(np.float32).tobytes()
+    assert tensor(tmp_path / "sum", "model.norm.weight").tolist() == [1, 1, 1, 1]
+    assert json.loads((tmp_path / "sum" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_each_option_of_a_merge_reaches_the_library(models: list[Path], tmp_path: Path) -> None:
+    def written(name: str, *options: object) -> bytes:
+        target = tmp_path / f"{name}.safetensors"
+        done = ckpt("merge", models[1], models[2], target, "--skip", "norm", *options)
+        assert done.code == 0, done.err
+        assert list(open_checkpoint(target)) == [NAME]
+        return bytes(tensor(target).tobytes())
+
+    draws = ("--method", "dare-ties", "--base", models[0], "--density", "0.5")
+    slerp = ("--method", "slerp", "--t", "0.2")
+    others = [(), ("--seed", 1), ("--rescale", "none"), ("--rescale", "l1"), ("--normalize",)]
+    options = [*((*draws, *more) for more in others), ("--method", "linear"), ("--method", "linear", "--no-normalize")]
+    options += [slerp, (*slerp, "--where", "attn", "t=0.3")]
+    different = {written(str(number), *one) for number, one in enumerate(options)}
+    assert len(different) == 9
+    assert written("again", *draws, "--seed", 0, "--workers", 1) in different
+
+
+def test_a_setting_is_given_once_for_a_pattern(models: list[Path], tmp_path: Path) -> None:
+    twice = ("--where", "q", "t=0.1", "--where", "q", "t=0.2")
+    done = ckpt("merge", *models[:2], tmp_path / "out", "--method", "slerp", "--t", "0.2", *twice)
+    assert (done.code, "gives t twice for 'q'" in done.err) == (2, True)
 
 
 # ckpt merge-lora

@@ -172,7 +172,7 @@ def test_average_is_the_float64_mean_rounded_once(name: str, weights: list[float
 
 
 def test_average_is_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.combine.average_blob._BLOCK", 100)
+    monkeypatch.setattr("ckpt.combine.average_blob.BLOCK", 100)
     rng = np.random.default_rng(2)
     arrays = [random_values(rng, DTYPES["bfloat16"], (9, 13, 11)) for _ in range(4)]
     sizes: list[int] = []

@@ -10,7 +10,10 @@ import click
 import pytest
 
 import ckpt as ckpt_library
+from ckpt.combine.merge_settings import Method
+from ckpt.combine.task_blob import Rescale
 from ckpt_cli.main import COMMANDS, cli
+from ckpt_cli.options.merge import METHODS, RESCALES
 from ckpt_cli.options.target import FORMAT_OPTIONS
 from ckpt_formats.core.arguments import Count, Decay, Range, annotations_of
 from ckpt_formats.registry import FORMATS, ONLY_READ, writable
@@ -52,13 +55,16 @@ def test_numbers_have_the_ranges_of_the_library() -> None:
         for field, option in FORMAT_OPTIONS.items()
         for name in option.formats
     }
-    commands = {name: cli.get_command(click.Context(cli), name) for name in ("convert", "append", "average", "compact")}
+    commands = {
+        name: cli.get_command(click.Context(cli), name) for name in ("convert", "append", "average", "merge", "compact")
+    }
     others = {
         ("convert", "--workers"): dict(annotations_of(ckpt_library.Resources))["workers"],
         ("append", "--max-loss-increase"): dict(annotations_of(ckpt_library.Evaluation))["max_increase"],
         ("append", "--step"): Count,
         ("compact", "--upto"): dict(annotations_of(ckpt_library.Retention))["upto"],
         ("average", "--ema"): Decay,
+        ("merge", "--seed"): Count,
     }
     checked = 0
     for (owner, flag), annotation in {**of_fields, **others}.items():
@@ -135,3 +141,8 @@ def test_every_command_has_a_module_and_a_help_text() -> None:
     modules = {path.stem for path in (ROOT / "ckpt_cli" / "commands").glob("*.py")} - {"__init__"}
     assert {name.replace("-", "_") for name in COMMANDS} == modules
     assert set(COMMANDS) == {path.stem for path in (ROOT / "ckpt_cli" / "help").glob("*.txt")}
+
+
+def test_the_methods_of_a_merge_are_those_of_the_library() -> None:
+    assert get_args(Method) == METHODS
+    assert set(get_args(Rescale)) == set(RESCALES)

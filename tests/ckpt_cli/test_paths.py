@@ -97,6 +97,7 @@ READERS = {
     "restore": ["-", "a"],
     "compact": ["-"],
     "average": ["-", "a", "b"],
+    "merge": ["a", "-", "b", "--method", "linear"],
     "merge-lora": ["a", "-", "b"],
 }
 

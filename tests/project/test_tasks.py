@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE, START = ((DOCS / name).read_text("utf-8") for name in ("tasks.md", "start.md"))
 BLOCK = re.compile(r"<!-- runs ?(\d*) -->\n```(console|python)\n(.*?)```", re.DOTALL)
 """A code block, before it the exit code of its commands, if it is not 0."""
-WRITES = {"convert", "reshard", "average", "merge-lora", "compress", "decompress", "restore"}
+WRITES = {"convert", "reshard", "average", "merge", "merge-lora", "compress", "decompress", "restore"}
 SAMPLE_OF = {
     "run": "deepspeed-0.19-zero1-bf16-dp2",
     "zero3": "deepspeed-0.19-zero3-bf16-dp4-tied-frozen",

@@ -146,6 +146,11 @@ ODD: dict[str, Odd] = {
     "rules that are none": Odd("inspect a.pt --rules rules.toml", 23, ("rules.toml", "match")),
     # several checkpoints
     "a diff of other models": Odd("diff a.pt third.pt", 1, ("different",)),
+    "a merge without its base": Odd("merge a.pt a.pt out --method ties --density 0.2", 2, ("ties needs the base",)),
+    "a merge without its share": Odd("merge a.pt out --method ties --base a.pt", 2, ("needs density",)),
+    "an arc of three": Odd("merge a.pt a.pt a.pt out --method slerp --t 0.5", 2, ("two models, not 3",)),
+    "a share above one": Odd("merge a.pt out --method ties --base a.pt --density 2", 2, ("above 0 and at most 1",)),
+    "no setting": Odd("merge a.pt a.pt out --method slerp --t 1 --where w t:1", 2, ("'t:1' is not a setting",)),
     "an average of other shapes": Odd("average a.pt other.pt out", 22, ("[3, 2] instead of [2, 3]",)),
     "an average of other models": Odd("average a.pt third.pt out", 20, ("lacks", "third.pt")),
     "an adapter without tensors": Odd("merge-lora a.pt adapter out", 20, ("adapter", "adapter_model")),

@@ -1,6 +1,5 @@
 """Blobs computed from blobs of several checkpoints: their mean, or the value that all of them have."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +14,13 @@ from ckpt_formats.core.text import printable
 
 _DROPPED_BITS = np.uint64((1 << 29) - 1)
 """The bits of a float64 significand which float32 does not have."""
-_BLOCK = 1 << 16
+BLOCK = 1 << 16
 """Elements that are computed at once. Larger arrays leave the core's cache, and are mapped and unmapped each time."""
 
 
 @dataclass(frozen=True)
 class AverageBlob(Blob):
-    """The weighted mean of blobs of one shape: float64 arithmetic from left to right, rounded once to `dtype`.
+    """A weighted sum of blobs of one shape, divided: float64 arithmetic from left to right, rounded once to `dtype`.
 
     The blobs may differ in element type. Complex numbers are pairs of real ones.
     """
@@ -29,6 +28,8 @@ class AverageBlob(Blob):
     blobs: tuple[Blob, ...]
     weights: tuple[float, ...]
     dtype: DType
+    divisor: float
+    """The sum of the weights, for their mean; 1 for a sum."""
 
     @property
     def shape(self) -> Shape:
@@ -38,31 +39,30 @@ class AverageBlob(Blob):
         return self.blobs
 
     def crop(self, box: Box) -> "AverageBlob":
-        return AverageBlob(tuple(blob.crop(box) for blob in self.blobs), self.weights, self.dtype)
+        return AverageBlob(tuple(blob.crop(box) for blob in self.blobs), self.weights, self.dtype, self.divisor)
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        total_weight = math.fsum(self.weights)
-        for box in slabs(self.shape, _BLOCK):
+        for box in slabs(self.shape, BLOCK):
             total: Array | None = None
             for blob, weight in zip(self.blobs, self.weights, strict=True):
                 with np.errstate(all="ignore"):
-                    term = _as_float64(read(blob.crop(box), reader), self.dtype.kind == "c")
+                    term = as_float64(read(blob.crop(box), reader), self.dtype.kind == "c")
                     term *= weight
                     total = term if total is None else np.add(total, term, out=total)
             assert total is not None
             with np.errstate(all="ignore"):
-                total /= total_weight
-            out[box.index] = _from_float64(total, self.dtype).reshape(box.shape)
+                total /= self.divisor
+            out[box.index] = from_float64(total, self.dtype).reshape(box.shape)
 
 
-def _as_float64(values: Array, pairs: bool) -> Array:
+def as_float64(values: Array, pairs: bool) -> Array:
     """The values as a new vector of float64; of complex numbers (`pairs`), real and imaginary parts in turn."""
     if pairs:
         return values.astype(np.complex128).reshape(-1).view(np.float64)
     return values.reshape(-1).astype(np.float64)
 
 
-def _from_float64(values: Array, dtype: DType) -> Array:
+def from_float64(values: Array, dtype: DType) -> Array:
     """A vector of float64 rounded once to `dtype`; for a complex type, pairs of real numbers become one."""
     if dtype.kind != "c":
         return round_once(values, dtype)
@@ -95,7 +95,7 @@ class EqualBlob(Blob):
         return EqualBlob(tuple(blob.crop(box) for blob in self.blobs), self.name, self.largest)
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        for box in slabs(self.shape, _BLOCK):
+        for box in slabs(self.shape, BLOCK):
             result = read(self.blobs[0].crop(box), reader)
             for blob in self.blobs[1:]:
                 values = read(blob.crop(box), reader)
