@@ -30,7 +30,7 @@ SORTS: dict[str, Callable[[TensorDiff], Any]] = {
 }
 _HEAD = f"{'changed':>9} {'max':>9} {'rms':>9} {'relative':>9} {'cosine':>10}"
 _MAX_VALUES = 20
-_PAGE_SCRIPTS = ("listing", "diff", "head", "cells", "map", "histograms", "values", "table", "start")
+_PAGE_SCRIPTS = ("listing", "diff", "head", "cells", "map", "histograms", "values", "table", "states", "start")
 _PAGE_GROUPS = {
     "cells": ("layer", "role", "state"),
     "layers": ("layer", "state"),

@@ -162,6 +162,7 @@ static u8 *mutate(const u8 *valid, i64 size, i64 head, i64 *made) {
 #include "fuzz_lossy.c"
 #include "fuzz_gradients.c"
 #include "fuzz_quantised.c"
+#include "fuzz_stats.c"
 
 static struct {
     const char *name;
@@ -171,7 +172,8 @@ static struct {
                 {"deltas", fuzz_deltas, 0, 0},
                 {"lossy", fuzz_lossy, 0, 0},
                 {"gradients", fuzz_gradients, 0, 0},
-                {"quantised", fuzz_quantised, 0, 0}};
+                {"quantised", fuzz_quantised, 0, 0},
+                {"stats", fuzz_stats, 0, 0}};
 enum { FAMILIES = sizeof families / sizeof *families };
 
 int main(int count, char **arguments) {

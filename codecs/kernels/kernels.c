@@ -42,3 +42,6 @@
 
 #include "quantised.h"
 #include "quantised.c"
+
+#include "stats.h"
+#include "stats.c"

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckpt.reading import Reading
     from ckpt.rename import use_names
     from ckpt.shadow.shadow import Shadow
+    from ckpt.statistics import stats
     from ckpt_formats.core.checkpoint import Checkpoint
     from ckpt_formats.core.errors import CkptError, CorruptError, InvalidArgumentError, NotFoundError, UnsupportedError
     from ckpt_formats.core.format import WritableFormat
@@ -84,6 +85,7 @@ _NAMES = {
     "ckpt.reading": ("Reading",),
     "ckpt.rename": ("use_names",),
     "ckpt.shadow.shadow": ("Shadow",),
+    "ckpt.statistics": ("stats",),
     "ckpt_formats.core.checkpoint": ("Checkpoint",),
     "ckpt_formats.core.errors": (
         "CkptError",
@@ -162,6 +164,7 @@ __all__ = [
     "publish_each",
     "save",
     "seal",
+    "stats",
     "types",
     "update_copy",
     "use_names",

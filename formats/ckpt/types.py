@@ -21,6 +21,7 @@ from ckpt.reading import Verification
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.shadow import ShadowStatus
+from ckpt.statistics import Figures, Stats, TensorStats
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_formats.core.checkpoint import Edit, Group, Origin, OriginalForm, Parameter, SourceFile
 from ckpt_formats.core.format import FilePlan, Plan
@@ -49,6 +50,7 @@ __all__ = [
     "Diff",
     "DiffSums",
     "Edit",
+    "Figures",
     "FilePlan",
     "Finding",
     "FlatIndexer",
@@ -79,11 +81,13 @@ __all__ = [
     "SourceFile",
     "StateKeys",
     "StatePart",
+    "Stats",
     "StepName",
     "StoreReads",
     "Tensor",
     "TensorChange",
     "TensorDiff",
+    "TensorStats",
     "Tip",
     "Trial",
     "Verification",

@@ -21,7 +21,7 @@ from damage import SAMPLES
 pytestmark = pytest.mark.slow
 PICTURES = Path(__file__).with_name("pictures")
 MANY = 10_000
-PAGES = ("inspect", "run", "diff", "log", "plan")
+PAGES = ("inspect", "run", "diff", "stats", "log", "plan")
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "inspect": samples.inspect(first),
         "run": samples.run(),
         "diff": samples.diff(first, second.select(skip=["q_proj"])),
+        "stats": samples.stats(first),
         "log": samples.log(folder / "run.chain", SAMPLES / "recorded-1" / "run.chain"),
         "plan": samples.plan(),
         "inspect-many": samples.inspect(samples.model(MANY // 9, 1)),

@@ -19,6 +19,7 @@ from ckpt_cli.views.diff import page_of as diff_page
 from ckpt_cli.views.plan import PlanReport
 from ckpt_cli.views.plan import page_of as plan_page
 from ckpt_cli.views.plan import to_json as plan_fields
+from ckpt_cli.views.stats import page_of as stats_page
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin, SourceFile
 from ckpt_formats.core.notices import Notice
 from damage import SAMPLES
@@ -91,6 +92,14 @@ def inspect(source: Checkpoint) -> str:
 def diff(first: Checkpoint, second: Checkpoint) -> str:
     first, second = (replace(one, path=DEEPSPEED) for one in (first, second))
     return diff_page(first, second, compare(pair_tensors(first, second), Execution()))
+
+
+def stats(source: Checkpoint) -> str:
+    """The page of a checkpoint whose head has NaN and infinity."""
+    broken = np.array([[np.nan, np.inf, -np.inf, 0.0]], np.float32)
+    head = parameter("lm_head.weight", {"model": broken, "exp_avg": np.zeros((1, 4), np.float32)})
+    source = replace(source, parameters={**source.parameters, "lm_head.weight": head})
+    return stats_page(source, ckpt.stats(source))
 
 
 def notebook(first: Checkpoint, second: Checkpoint, chain: Path) -> str:

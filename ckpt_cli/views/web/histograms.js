@@ -1,4 +1,7 @@
-// Histograms of the size of changes: outlines, or strips where there are many.
+// Histograms of sizes: outlines, or strips where there are many. `HISTOGRAMS` has the words of the page.
+
+const MOST = 2000; // layers, chips or histograms that are drawn
+const rest = (n) => (n > MOST ? el("p", { class: "note" }, `The first ${integer(MOST)} of ${integer(n)} are drawn; the table has all.`) : null);
 
 function outline(histogram, across, base, tall) {
   const most = largest(histogram.counts);
@@ -19,7 +22,7 @@ function histograms() {
   place.classList.toggle("many", rows.length > 40);
   if (rows.length > 40) place.setAttribute("tabindex", 0); else place.removeAttribute("tabindex");
   if (!drawn.length) {
-    place.replaceChildren(el("p", { class: "note" }, rows.length ? "No element of this state changed its value." : "There is nothing to count."));
+    place.replaceChildren(el("p", { class: "note" }, rows.length ? HISTOGRAMS.nothing : "There is nothing to count."));
     return;
   }
   const tall = drawn.length <= 24 ? 38 : drawn.length <= 60 ? 22 : 9;
@@ -30,16 +33,16 @@ function histograms() {
   const across = (k) => left + (k - low) / (high - low) * (room - left - right);
   const bottom = drawn.length * tall, top = drawn.length > 12 ? 22 : 0;
   const rowsDrawn = drawn.map((row, i) => histogramRow(row, i, tall, across, left, room, right));
-  const picture = svg("svg", { width: room, height: top + bottom + 26, viewBox: `0 0 ${room} ${top + bottom + 26}`, role: "group", "aria-label": "Histograms of the size of changes" },
+  const picture = svg("svg", { width: room, height: top + bottom + 26, viewBox: `0 0 ${room} ${top + bottom + 26}`, role: "group", "aria-label": HISTOGRAMS.title },
     svg("g", { transform: `translate(0 ${top})` }, axis(low, high, across, bottom, top > 0), ...rowsDrawn));
   const still = rows.length - all.length;
-  place.replaceChildren(picture, still ? el("p", { class: "note" }, `${plural(still, "row has", "rows have")} no changed value and ${still === 1 ? "is" : "are"} left out.`) : "", rest(all.length) || "");
+  place.replaceChildren(picture, still ? el("p", { class: "note" }, `${plural(still, "row has", "rows have")} ${HISTOGRAMS.none} and ${still === 1 ? "is" : "are"} left out.`) : "", rest(all.length) || "");
 }
 
 function histogramRow(row, i, tall, across, left, room, right) {
-  const base = (i + 1) * tall - 2, most = largest(row.histogram.counts), share = percent(row.changed / row.elements);
-  const peak = row.histogram.lowest + row.histogram.counts.indexOf(most);
-  const group = svg("g", { role: "img", "aria-label": `${row.name}: ${share} changed, mostly by ${number(2 ** peak)} to ${number(2 ** (peak + 1))}` });
+  const base = (i + 1) * tall - 2, most = largest(row.histogram.counts);
+  const highest = row.histogram.lowest + row.histogram.counts.indexOf(most), peak = `${number(2 ** highest)} to ${number(2 ** (highest + 1))}`;
+  const group = svg("g", { role: "img", "aria-label": `${row.name}: ${HISTOGRAMS.spoken(row, peak)}` });
   if (tall >= 20) group.append(svg("path", { class: "hist", d: outline(row.histogram, across, base, tall - 6) }));
   else row.histogram.counts.forEach((count, k) => {
     const x = across(row.histogram.lowest + k), wide = across(row.histogram.lowest + k + 1) - x + 0.3;
@@ -47,12 +50,9 @@ function histogramRow(row, i, tall, across, left, room, right) {
   });
   if (tall >= 20 || i % 2 === 0) {
     group.append(svg("text", { class: "role", x: left - 9, y: base - (tall >= 30 ? 9 : 1), "text-anchor": "end" }, svg("title", {}, row.name), short(row.name, Math.floor((left - 12) / 7))));
-    if (right) group.append(svg("text", { x: room - right + 12, y: base - (tall >= 30 ? 9 : 1) }, `${share} changed`));
+    if (right) group.append(svg("text", { x: room - right + 12, y: base - (tall >= 30 ? 9 : 1) }, HISTOGRAMS.beside(row)));
   }
-  group.append(svg("rect", { class: "hit", x: 0, y: i * tall, width: room, height: tall, ...tipping(() => [el("b", {}, row.name), pairs([
-    ["changed", `${integer(row.changed)} of ${integer(row.elements)}`],
-    ["most often by", `${number(2 ** peak)} to ${number(2 ** (peak + 1))}`], ["largest", number(row.max)], ["RMS", number(row.rms)],
-  ])]) }));
+  group.append(svg("rect", { class: "hit", x: 0, y: i * tall, width: room, height: tall, ...tipping(() => [el("b", {}, row.name), pairs(HISTOGRAMS.rows(row, peak))]) }));
   return group;
 }
 

@@ -108,7 +108,6 @@ function layerNumbers(layers, left, width, y) {
 }
 
 /** A page that stands for a hundred thousand things would stand still. */
-const rest = (n) => (n > MOST ? el("p", { class: "note" }, `The first ${integer(MOST)} of ${integer(n)} are drawn; the table has all.`) : null);
 
 function outside(cells, scale, measure, beside) {
   const chips = cells.slice(0, MOST).map((cell) => el("button", {
