@@ -1,6 +1,6 @@
 """What `stats` finds: the figures of each tensor, and of groups of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal, overload
@@ -76,7 +76,7 @@ class Stats(Checked, Sequence[TensorStats]):
         return len(self.tensors)
 
 
-_PLACES = {"tensor": str, "layer": layer_of, "role": role_of}
+_PLACES: dict[str, Callable[[str], str]] = {"tensor": str, "layer": layer_of, "role": role_of}
 
 
 def figures_json(figures: Figures) -> dict[str, Any]:
