@@ -37,6 +37,7 @@ COMMANDS = {
     "copy": "ckpt_cli.commands.copy:copy",
     "inspect": "ckpt_cli.commands.inspect:inspect",
     "verify": "ckpt_cli.commands.verify:verify",
+    "check": "ckpt_cli.commands.check:check",
     "stats": "ckpt_cli.commands.stats:stats",
     "rules": "ckpt_cli.commands.rules:rules",
     "diff": "ckpt_cli.commands.diff:diff",
@@ -102,7 +103,7 @@ PIPE_CLOSED = 141
 
 EXIT_STATUS = {
     0: "done",
-    1: "diff: they differ; stats: values of --fail-on",
+    1: "diff: they differ; check: it does not fit; stats: values of --fail-on",
     USAGE: "wrong usage",
     10: "not found, or not recognised",
     11: "another process is writing the target",
@@ -163,6 +164,7 @@ def cli() -> None:
     Exit codes:
        0  done                        22  not supported
        1  diff: they differ;          23  rules do not fit
+          check: it does not fit;
           stats: values of --fail-on
        2  wrong usage                 28  disk full; run again to continue
       10  not found, not recognised   30  target cannot be written

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _MAX_ORDER = 1 << 28
 """Maximum bytes of a file of names."""
+_CONFIG = "config.json"
 _OTHERS_READ = stat.S_IRGRP | stat.S_IROTH
 SHADOW = "tcp://"
 """How the address of a shadow begins."""
@@ -171,11 +172,40 @@ def parse_read_options(rules: str | None, param_order: Sequence[str], shapes: st
         if place in orders or (place is None and order):
             raise RulesError(f"--param-order names {'the optimizer' if place is None else printable(place)} twice")
         if place is None:
-            order = _names_in(file)
+            order = names_in(file)
         else:
-            orders[place] = _names_in(file)
+            orders[place] = names_in(file)
     other = None if shapes is None else open_checkpoint(source_place(shapes))
     return ReadOptions(_rules(rules) if rules else (), order, orders, other)
+
+
+def open_model(like: str) -> "Checkpoint | dict[str, Any] | Sequence[str]":
+    """What `--like` names: the names in a file, a configuration, or a checkpoint."""
+    place = source_place(like)
+    if place.suffix == ".txt":
+        return names_in(place)
+    if place.suffix == ".json":
+        return _model_in_json(place)
+    try:
+        return open_quietly(like, ReadOptions())
+    except NotFoundError:
+        if (place / _CONFIG).is_file():
+            return _model_in_json(place / _CONFIG)
+        raise
+
+
+def _model_in_json(path: Path) -> "dict[str, Any] | Sequence[str]":
+    """A configuration, a list of names, or those in an index of safetensors."""
+    try:
+        value = json.loads(read_whole(path, _MAX_ORDER))
+    except (ValueError, RecursionError) as error:
+        raise RulesError(f"not valid JSON: {error}", where=path) from None
+    if isinstance(value, list):
+        return names_in(path)
+    if not isinstance(value, dict):
+        raise RulesError("neither a configuration nor a list of names", where=path)
+    weights = value.get("weight_map")
+    return list(weights) if isinstance(weights, dict) else value
 
 
 def _rules(file: str) -> "tuple[Rule, ...]":
@@ -190,7 +220,7 @@ def _place_and_file(text: str) -> tuple[str | None, Path]:
     return (place, Path(file)) if mark and place and not Path(text).exists() else (None, Path(text))
 
 
-def _names_in(path: Path) -> tuple[str, ...]:
+def names_in(path: Path) -> tuple[str, ...]:
     """The names in a file: a JSON list, or a name on each line."""
     try:
         text = read_whole(path, _MAX_ORDER).decode("utf-8")

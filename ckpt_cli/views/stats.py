@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import click
 
+from ckpt.compare.statistics import Figures, Stats, stats
+from ckpt.compare.statistics.result import Grouping, figures_json, groups_json, rows_json
 from ckpt.pipeline import Resources
-from ckpt.statistics import Figures, Stats, stats
-from ckpt.statistics.result import Grouping, figures_json, groups_json, rows_json
 from ckpt_cli import notes
 from ckpt_cli.options.stats import StatsOptions
 from ckpt_cli.progress import progress_bar

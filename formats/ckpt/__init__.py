@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ckpt.chains.write import DeltaPolicy
     from ckpt.combine import average, convert_lora, ema_weights, merge, merge_lora
     from ckpt.compare import diff
+    from ckpt.compare.fitting import check
+    from ckpt.compare.statistics import stats
     from ckpt.copying.copy import Copy, copy
     from ckpt.copying.follow import follow_copy, update_copy
     from ckpt.copying.sealing import seal
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from ckpt.reading import Reading
     from ckpt.rename import use_names
     from ckpt.shadow.shadow import Shadow
-    from ckpt.statistics import stats
     from ckpt_formats.core.checkpoint import Checkpoint
     from ckpt_formats.core.errors import CkptError, CorruptError, InvalidArgumentError, NotFoundError, UnsupportedError
     from ckpt_formats.core.format import WritableFormat
@@ -72,6 +73,7 @@ _NAMES = {
     ),
     "ckpt.copying.sealing": ("seal",),
     "ckpt.findings": ("verify",),
+    "ckpt.compare.fitting": ("check",),
     "ckpt.following.follower": ("Follower",),
     "ckpt.job": (
         "Job",
@@ -85,7 +87,7 @@ _NAMES = {
     "ckpt.reading": ("Reading",),
     "ckpt.rename": ("use_names",),
     "ckpt.shadow.shadow": ("Shadow",),
-    "ckpt.statistics": ("stats",),
+    "ckpt.compare.statistics": ("stats",),
     "ckpt_formats.core.checkpoint": ("Checkpoint",),
     "ckpt_formats.core.errors": (
         "CkptError",
@@ -147,6 +149,7 @@ __all__ = [
     "UnsupportedError",
     "WritableFormat",
     "average",
+    "check",
     "clean",
     "convert_lora",
     "copy",

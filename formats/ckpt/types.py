@@ -4,6 +4,9 @@ from ckpt.chains.compact import CompactResult
 from ckpt.chains.trials import AcceptedStep, Trial
 from ckpt.chains.write import AppendResult
 from ckpt.compare import Diff, DiffSums, Histogram, TensorDiff
+from ckpt.compare.fitting import Fit
+from ckpt.compare.fitting.fit import Reshaped, Retyped
+from ckpt.compare.statistics import Figures, Stats, TensorStats
 from ckpt.copying.follow import CopyUpdate
 from ckpt.copying.sealing import Sealed
 from ckpt.copying.selection import ChosenFile
@@ -21,7 +24,6 @@ from ckpt.reading import Verification
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.shadow import ShadowStatus
-from ckpt.statistics import Figures, Stats, TensorStats
 from ckpt_codecs.delta import DeltaCodec
 from ckpt_formats.core.checkpoint import Edit, Group, Origin, OriginalForm, Parameter, SourceFile
 from ckpt_formats.core.format import FilePlan, Plan
@@ -53,6 +55,7 @@ __all__ = [
     "Figures",
     "FilePlan",
     "Finding",
+    "Fit",
     "FlatIndexer",
     "FollowedStep",
     "Group",
@@ -72,7 +75,9 @@ __all__ = [
     "RecordRef",
     "Removed",
     "Report",
+    "Reshaped",
     "Result",
+    "Retyped",
     "Sealed",
     "ShadowStatus",
     "ShardBlock",

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import ckpt as library
+from ckpt.compare.statistics import Figures
+from ckpt.compare.statistics.figures import figures_of
 from ckpt.compare.sums import Histogram
 from ckpt.pipeline import Execution
-from ckpt.statistics import Figures
-from ckpt.statistics.figures import figures_of
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import NoMatchError
 from ckpt_formats.core.tensor import Array
@@ -87,7 +87,7 @@ def test_zero_has_no_sign() -> None:
 
 
 def test_figures_have_the_same_bits_for_each_number_of_threads_and_each_memory(monkeypatch: Any) -> None:
-    monkeypatch.setattr("ckpt.statistics.measure.PIECE", 3000)
+    monkeypatch.setattr("ckpt.compare.statistics.measure.PIECE", 3000)
     rng = np.random.default_rng(1)
     source = checkpoint(
         [

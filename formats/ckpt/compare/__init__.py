@@ -2,6 +2,7 @@
 
 `checkpoints` chooses the parameters, `pairs` compares their tensors, `sums` has the figures of two tensors, and
 `values` compares all other values. `result` is what was found, `to_json` returns it as plain data.
+`fitting` compares a checkpoint with what a model expects, `statistics` measures the values of one checkpoint.
 """
 
 from ckpt.compare.checkpoints import Selection, diff, diff_selected, select_both

@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any, Literal, overload
 
 from ckpt.compare.result import layer_of, role_of
-from ckpt.statistics.figures import Figures
+from ckpt.compare.statistics.figures import Figures
 from ckpt_formats.core.arguments import Checked
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.notices import Notice

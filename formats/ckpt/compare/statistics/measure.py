@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+from ckpt.compare.statistics.figures import PIECE, Figures, Measurement
+from ckpt.compare.statistics.result import Stats, TensorStats
 from ckpt.job import AnyProgress, count_to, load_kernels
 from ckpt.pipeline import Resources, check_complete
 from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
 from ckpt.pipeline.planned_reads import prefetched, ranges_together, reads_from_stores
-from ckpt.statistics.figures import PIECE, Figures, Measurement
-from ckpt.statistics.result import Stats, TensorStats
 from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import NoMatchError

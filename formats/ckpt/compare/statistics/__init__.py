@@ -3,8 +3,8 @@
 `figures` has those of arrays, `measure` reads the tensors of a checkpoint, and `result` is what was found.
 """
 
-from ckpt.statistics.figures import Figures
-from ckpt.statistics.measure import stats
-from ckpt.statistics.result import Stats, TensorStats
+from ckpt.compare.statistics.figures import Figures
+from ckpt.compare.statistics.measure import stats
+from ckpt.compare.statistics.result import Stats, TensorStats
 
 __all__ = ["Figures", "Stats", "TensorStats", "stats"]
