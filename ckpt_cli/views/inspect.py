@@ -93,7 +93,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
 
         click.echo("\nstored")
         columns.show(table(sizes.rows_of(states), indent=2))
-    for line in _quantised(checkpoint):
+    for line in (*_quantised(checkpoint), *_quantised_states(checkpoint)):
         click.echo(line)
     if shared := _shared(checkpoint):
         click.echo("\nin packs of earlier members, whose states did not change since")
@@ -149,6 +149,28 @@ def _quantised(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"quantised   and {len(failures) - _MAX_FAILURES:,} more that are not decoded"
     if overview.bits_per_weight is not None:
         yield f"            {overview.bits_per_weight:.2f} bits per weight, with scales and plain weights"
+
+
+def _quantised_states(checkpoint: Checkpoint) -> Iterator[str]:
+    """A line for each scheme of quantised states of the optimizer."""
+    from ckpt_formats.core.quantised.weights import may_have_quantised_states
+
+    if not may_have_quantised_states(checkpoint):
+        return
+    from ckpt_formats.core.quantised.states import quantised_states  # other optimizers need no codecs
+
+    states = quantised_states(checkpoint)
+    for scheme in dict.fromkeys(one.scheme for one in states if one.tensor is not None):
+        own = [one for one in states if one.scheme == scheme and one.tensor is not None]
+        count = sum(one.tensor.size for one in own if one.tensor is not None)
+        names = ", ".join(printable(name) for name in dict.fromkeys(one.name for one in own))
+        yield (
+            f"quantised   states {names} ({printable(scheme)}, {own[0].bits:g} bits): {len(own):,}, "
+            f"{count:,} elements, {format_nbytes(4 * count)} as float32"
+        )
+    for one in [one for one in states if one.tensor is None][:_MAX_FAILURES]:
+        state = f"{printable(one.name)} of {printable(one.parameter)}"
+        yield f"quantised   state {state} {printable(one.problem)}: not decoded"
 
 
 def _may_be_quantised(checkpoint: Checkpoint) -> bool:

@@ -10,14 +10,17 @@ from ckpt_formats.core.arguments import LocalPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint, Edit
 from ckpt_formats.core.claims import MAX_NEW_NAME
 from ckpt_formats.core.edits import edited
-from ckpt_formats.core.errors import NoMatchError, RulesError, UnsafeError
+from ckpt_formats.core.errors import NoMatchError, RulesError, UnsafeError, UnsupportedError
 from ckpt_formats.core.format import Naming, WritableFormat
 from ckpt_formats.core.name_patterns import MAX_PATTERN, backtracking, search
+from ckpt_formats.core.quantised.weights import may_have_quantised_states
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record
 
 _MEGATRON = ("megatron", "megatron-legacy")
+_CUTS_STATES = (*_MEGATRON, "deepspeed", "deepspeed-universal")
+"""Formats that divide or flatten each state as its weight."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ def prepare(source: Checkpoint, format: WritableFormat) -> Checkpoint:
 
     Raises `CkptError` of the kind that fits for a model that cannot have these names.
     """
+    _check_states(source, format)
     if format.naming is None or any(isinstance(edit, UseNames) for edit in source.history):
         return source
     # Imported only here: it loads the tables of many models.
@@ -118,6 +122,21 @@ def prepare(source: Checkpoint, format: WritableFormat) -> Checkpoint:
     current = naming_of(named)
     needed = _needed(named, current, format.naming, config, path is not None)
     return named if needed is None else _renamed(named, current, needed, config)
+
+
+def _check_states(source: Checkpoint, format: WritableFormat) -> None:
+    """Raise `UnsupportedError` for quantised states in a format that cuts states: their scales are of flat blocks."""
+    if format.name not in _CUTS_STATES or not may_have_quantised_states(source):
+        return
+    from ckpt_formats.core.quantised.states import quantised_states  # other optimizers need no codecs
+
+    if states := quantised_states(source):
+        raise UnsupportedError(
+            f"`{printable(states[0].name)}` of `{printable(states[0].parameter)}` is quantised ({states[0].scheme}): "
+            f"{format.name} has no such states",
+            where=source.path,
+            hint="--dtype fp32 writes plain states, --model-only none.",
+        )
 
 
 def _configuration(source: Checkpoint, path: Path | None) -> Mapping[str, Any] | None:

@@ -12,7 +12,7 @@ from ckpt_formats.core.checkpoint import Checkpoint, Group, Parameter
 from ckpt_formats.core.errors import NoMatchError
 from ckpt_formats.core.identity import check_unchanged
 from ckpt_formats.core.name_patterns import search
-from ckpt_formats.core.quantised.weights import quantised_weights
+from ckpt_formats.core.quantised.weights import may_have_quantised_states, quantised_weights
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import printable
@@ -80,16 +80,22 @@ def diff_selected(
         from ckpt_formats.core.quantised.plain import plain_where_they_differ  # other models need no codecs
 
         first, second, dequantised = plain_where_they_differ(first, second)
+    of_states: dict[tuple[str, str], str] = {}
+    if may_have_quantised_states(first) or may_have_quantised_states(second):
+        from ckpt_formats.core.quantised.states import quantised_states, with_plain_states  # others need no codecs
+
+        found = [quantised_states(one) for one in (first, second)]
+        first, second = (with_plain_states(one, own) for one, own in zip((first, second), found, strict=True))
+        of_states = {(one.parameter, one.name): one.scheme for own in found for one in own if one.tensor is not None}
     pairs = pair_tensors(first, second, states)
     if uses_codecs(first) or uses_codecs(second):
         load_kernels()
     result = compare(pairs, resources, count_to(pairs.nbytes, progress), tensors_only, figures)
     for checkpoint in (first, second):
         check_unchanged(checkpoint.identities)
-    if dequantised:
-        named = (
-            _with_scheme(pair, dequantised[pair.name]) if pair.name in dequantised else pair for pair in result.pairs
-        )
+    if dequantised or of_states:
+        schemes = {pair: of_states.get((pair.name, pair.state)) or dequantised.get(pair.name) for pair in result.pairs}
+        named = (pair if scheme is None else _with_scheme(pair, scheme) for pair, scheme in schemes.items())
         result = replace(result, pairs=tuple(named))
     return result
 

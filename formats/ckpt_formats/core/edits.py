@@ -16,6 +16,7 @@ from ckpt_formats.core.quantised.weights import (
     CONFIGS,
     check_still_known,
     check_together,
+    may_have_quantised_states,
     quantised_weights,
     untouched_notices,
 )
@@ -116,6 +117,7 @@ def cast(source: Checkpoint, name: str, allow_overflow: bool = False) -> Checkpo
             hint="Types of 8 bits for weights are float8_e4m3fn and float8_e5m2.",
         )
     refused = dtype.itemsize == 1 and not allow_overflow
+    source = _with_plain_states(source)
     if not quantised_weights(source):
         parameters = {name: _cast(one, dtype, refused) for name, one in source.parameters.items()}
         notices = dict.fromkeys((*source.notices, *untouched_notices(source, (), "rounded")))
@@ -123,6 +125,15 @@ def cast(source: Checkpoint, name: str, allow_overflow: bool = False) -> Checkpo
     plain = dequantised(source)
     parameters = {name: _cast(one, dtype, refused) for name, one in plain.parameters.items()}
     return edited(plain, Cast(dtype.name, allow_overflow), parameters=parameters)
+
+
+def _with_plain_states(source: Checkpoint) -> Checkpoint:
+    """The checkpoint without states of an optimizer that are codes."""
+    if not may_have_quantised_states(source):
+        return source
+    from ckpt_formats.core.quantised.states import dequantised_states  # other optimizers need no codecs
+
+    return dequantised_states(source)
 
 
 def dequantised(source: Checkpoint) -> Checkpoint:

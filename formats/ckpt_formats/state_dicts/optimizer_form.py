@@ -28,6 +28,7 @@ States: TypeAlias = Mapping[Value, Mapping[str, Value]]
 Groups: TypeAlias = Sequence[Mapping[str, Value]]
 
 _STATE, _GROUPS = "state", "param_groups"
+_WRAPPED = "__bnb_optimizer_quant_state__"
 _PREFIXES = ("", "optimizer.", "optim.")
 _FULL = r"exp_avg(_sq|_diff|_slow|_fast)?(_row|_col)?|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg|acc_delta"
 FULL = re.compile(_FULL)
@@ -62,10 +63,28 @@ class Optimizer:
         """States and groups; None if a flat one has a key without one of these names. States alone have no groups."""
         if self.prefix is not None:
             start = len(self.prefix)
-            return _unflatten({key[start:]: self.inside[key] for key in self.keys}, names)
+            flat = _unflatten({key[start:]: self.inside[key] for key in self.keys}, names)
+            return None if flat is None else (_unwrapped(flat[0]), flat[1])
         if _GROUPS in self.keys:
-            return self.inside.get(_STATE) or {}, self.inside[_GROUPS]
-        return self.inside, ()
+            return _unwrapped(self.inside.get(_STATE) or {}), self.inside[_GROUPS]
+        return _unwrapped(self.inside), ()
+
+
+def _unwrapped(states: States) -> States:
+    """The states without the dict in which bitsandbytes hides codes, scales and tables from FSDP.
+
+    bitsandbytes reads them without it, too. Source: bitsandbytes/optim/optimizer.py.
+    """
+    if not any(str(key).startswith(_WRAPPED) for own in states.values() for key in own):
+        return states
+    result: dict[Value, Mapping[str, Value]] = {}
+    for name, own in states.items():
+        inner = own.get(_WRAPPED)
+        rest = {str(key).removeprefix(f"{_WRAPPED}."): value for key, value in own.items() if key != _WRAPPED}
+        result[name] = {**rest, **inner} if isinstance(inner, dict) and not rest.keys() & inner.keys() else own
+        if _WRAPPED not in own:
+            result[name] = rest
+    return result
 
 
 def title(place: Place) -> str:

@@ -42,6 +42,8 @@ _PLACES = re.compile(r"(?:^|_)(?:ids|ind|index|indexes|indices|tracked|table|mas
 quantisation, integers that are called indices may be codes."""
 _CACHE = re.compile(r"(?:q|k|v|kv|prob|output)_(?:scale|zero_point)")
 """Scales of a cache of keys and values, which lie beside weights."""
+_CODES_OF_STATES = re.compile(r".+\.codes|state[12]")
+"""The names of the codes of torchao's and bitsandbytes' optimizers."""
 _BIAS = re.compile(r"(?:.*_)?bias")
 
 
@@ -114,6 +116,13 @@ def quantised_weights(source: Checkpoint) -> tuple[QuantisedWeight, ...]:
     if rest and (weights or method is not None):
         weights.append(QuantisedWeight("", "cache scales", tuple(rest)))
     return tuple(weights)
+
+
+def may_have_quantised_states(source: Checkpoint) -> bool:
+    """Whether states of an optimizer have the names of codes: `core/quantised/states.py` says which are."""
+    if isinstance(source.parameters, TabulatedParameters):
+        return any(map(_CODES_OF_STATES.fullmatch, source.parameters.table.states))
+    return any(_CODES_OF_STATES.fullmatch(state) for one in source.parameters.values() for state in one.states)
 
 
 def stated_method(extras: Mapping[str, Value]) -> str | None:
