@@ -13,9 +13,9 @@ def to_float16(words: Array, out: Array) -> None:
     out[nan] = words[nan] >> 16 & 0x8000 | 0x7E00
 
 
-def from_float16(halves: Array, out: Array) -> None:
-    values = halves.view(np.float16)
+def from_float16(numbers: Array, out: Array) -> None:
+    values = numbers.view(np.float16)
     with np.errstate(invalid="ignore"):
         out[:] = values.astype(np.float32).view(np.uint32)
     nan = np.isnan(values)
-    out[nan] = (halves[nan].astype(np.uint32) & 0x8000) << 16 | 0x7FC00000
+    out[nan] = (numbers[nan].astype(np.uint32) & 0x8000) << 16 | 0x7FC00000

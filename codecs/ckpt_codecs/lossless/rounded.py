@@ -78,8 +78,8 @@ def _by_kernel(base: Array, out: Array) -> None:
 
     words = as_uints(base)
     if base.dtype.name == "float16":
-        halves, words = words, as_uints(out) if out.dtype.name == "float32" else np.empty(base.size, np.uint32)
-        lossless.from_float16(halves, words)
+        numbers, words = words, as_uints(out) if out.dtype.name == "float32" else np.empty(base.size, np.uint32)
+        lossless.from_float16(numbers, words)
     if out.dtype.name != "float32":
         (lossless.to_bfloat16 if out.dtype.name == "bfloat16" else lossless.to_float16)(words, as_uints(out))
 

@@ -188,13 +188,13 @@ def to_float16(words: Array, out: Array) -> None:
     kernels.to_float16(address(words, _UINT32), words.size, address(out, _UINT16, writable=True))
 
 
-def from_float16(halves: Array, out: Array) -> None:
+def from_float16(numbers: Array, out: Array) -> None:
     """Write float16 as float32. Only the sign of a NaN remains.
 
-    `halves`: (n,) uint16, the bits of float16. `out`: (n,) uint32, the bits of float32.
+    `numbers`: (n,) uint16, the bits of float16. `out`: (n,) uint32, the bits of float32.
     """
-    _check_sizes(halves, out)
-    kernels.from_float16(address(halves, _UINT16), halves.size, address(out, _UINT32, writable=True))
+    _check_sizes(numbers, out)
+    kernels.from_float16(address(numbers, _UINT16), numbers.size, address(out, _UINT32, writable=True))
 
 
 def is_bfloat16_of(words: Array, rounded: Array) -> bool:
