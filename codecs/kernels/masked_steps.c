@@ -3,7 +3,7 @@
  * A value's class follows from its exponent before. The gaps between the changes of a class, and the sizes of its steps, are
  * symbols of asymmetric numeral systems (Duda, arXiv 1311.2540) and raw bits. Each class is coded by itself, so its tables
  * stay in the first cache and no symbol waits for a search; only then blocks of 64 values become masks, by which gaps are
- * found and placed. Chances come from fixed families of geometric distributions: a class states three small numbers.
+ * found and placed. Chances come from fixed families of distributions: a class states three small numbers.
  *
  * Memory safety: the counts of changes add up to n at most, which bounds the gaps and steps in scratch. Gaps end with one that
  * no class can reach, so that no change is placed past them. A symbol is masked before it is an index, the place of bits
@@ -15,6 +15,8 @@ enum { CHANCE_SUM_BITS = 11, CHANCE_SUM = 1 << CHANCE_SUM_BITS, LOWEST_STATE = 1
 enum { GAP_FAMILY = 20, GAP_SYMBOLS = 32, GAP_OCTAVES = 20, GAP_RAW_BITS = 2, MAX_QUOTIENT = 16 + (4 << (GAP_SYMBOLS - GAP_OCTAVES)) };
 /* Symbols of sizes: 1, 2, 3; then half octaves up to 63; then all larger ones. */
 enum { SIZE_FAMILY = 16, SIZE_SYMBOLS = 12, SIZE_ROW = 16, LARGE_SIZE = 64, LARGE_BITS = 15 };
+/* What another member of the family of sizes than that of the class before costs. */
+enum { COST_UNIT = 256, SIZES_COST = 4 * COST_UNIT };
 /* A scale below FIRST_SHIFTED is a member of the family of gaps; the last SHIFTED members are used with shifts. */
 enum { SHIFTED = 5, FIRST_SHIFTED = GAP_FAMILY, MAX_GAP_SHIFT = 20, MAX_SCALE = FIRST_SHIFTED + SHIFTED * MAX_GAP_SHIFT - 1 };
 enum { TAIL_BITS = 30 };
@@ -23,11 +25,30 @@ enum { STEPS_HEAD = 1, WORDS_START = 9, STATES_SIZE = 8, MOST_WORDS = 8 };
 enum { MOST_ONES = 12, FAR_BITS = 30, SCALE_LOW_BITS = 1, FEW_UNCHANGED = 9 };
 #define UNREACHED ((u32)1 << 30)
 
-/* How much less likely each gap is than the one before, and each size: in 2^-16. */
+/* How much less likely each gap is than the one before: in 2^-16. */
 static const u16 GAP_RATIOS[GAP_FAMILY] = {969,   3121,  7022,  11818, 16991, 21324, 24310, 27455, 30704, 33994,
                                            37259, 40436, 43468, 46307, 48921, 51289, 52774, 54139, 55386, 56519};
-static const u16 SIZE_RATIOS[SIZE_FAMILY] = {33,    131,   393,   786,   1638,  2949,  5243,  8520,
-                                             13107, 19005, 26214, 34079, 42598, 50463, 57672, 62259};
+/* Weights of sizes: a step is an update in units of the last place, rounded up or down by chance. Updates of the first seven
+ * members are spread evenly up to a largest one of 1.2 to 8 units; those of the others are normal, with deviations of 0.3 to
+ * 80 units. Both rise by equal factors. */
+static const u16 SIZE_WEIGHTS[SIZE_FAMILY][SIZE_SYMBOLS] = {
+    {1980, 58, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
+    {1665, 373, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
+    {1157, 844, 38, 1, 1, 1, 1, 1, 1, 1, 1, 1},
+    {782, 788, 467, 3, 1, 1, 1, 1, 1, 1, 1, 1},
+    {539, 546, 546, 409, 1, 1, 1, 1, 1, 1, 1, 1},
+    {384, 384, 384, 757, 132, 1, 1, 1, 1, 1, 1, 1},
+    {273, 273, 273, 541, 546, 136, 1, 1, 1, 1, 1, 1},
+    {2037, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
+    {1930, 108, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
+    {1361, 547, 118, 14, 1, 1, 1, 1, 1, 1, 1, 1},
+    {723, 568, 377, 314, 55, 5, 1, 1, 1, 1, 1, 1},
+    {354, 333, 300, 473, 303, 239, 39, 3, 1, 1, 1, 1},
+    {171, 169, 164, 311, 277, 437, 272, 210, 33, 2, 1, 1},
+    {84, 83, 83, 164, 159, 299, 266, 421, 258, 198, 31, 2},
+    {41, 41, 41, 82, 81, 161, 156, 293, 261, 411, 252, 228},
+    {20, 20, 20, 40, 40, 81, 80, 159, 154, 290, 257, 887},
+};
 static const u8 SIZE_BASES[SIZE_ROW] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, LARGE_SIZE};
 static const u8 SIZE_BITS[SIZE_ROW] = {0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, LARGE_BITS};
 
@@ -40,7 +61,7 @@ typedef struct {
 } ChanceCode;
 
 /* What one call of fill_masked_tables makes of the weights, for all others. A slot: the symbol, its weight less one << 8, the
- * slot's place in it << 20. Costs are in sixteenths of a bit. */
+ * slot's place in it << 20. Costs: a bit has COST_UNIT. */
 typedef struct {
     u32 gap_slots[GAP_FAMILY][CHANCE_SUM], size_slots[SIZE_FAMILY][CHANCE_SUM];
     ChanceCode gap_codes[GAP_FAMILY][GAP_SYMBOLS], size_codes[SIZE_FAMILY][SIZE_ROW];
@@ -62,25 +83,25 @@ static void fill_chances(const u32 *weights, int symbols, u32 *slots, ChanceCode
     }
 }
 
-/* How many sixteenths of a bit a weight takes: it is multiplied by 2^(1/16) until it reaches the sum. */
+/* How many of COST_UNIT a weight takes: it is multiplied by 2^(1/COST_UNIT) until it reaches the sum. */
 static u16 cost_of_weight(u32 weight) {
     u64 scaled = (u64)weight << 20;
     u16 cost = 0;
-    for (; scaled < (u64)CHANCE_SUM << 20; cost++) scaled += scaled * 2902 >> 16;
+    for (; scaled < (u64)CHANCE_SUM << 20; cost++) scaled += scaled * 178 >> 16;
     return cost;
 }
 
-/* Weights of symbols that begin at `bases`, where each number is `ratio` / 2^16 as likely as the one before. */
-static void weigh_symbols(u32 ratio, const u32 *bases, int symbols, u32 *weights) {
+/* Weights of the symbols of gaps, which begin at `bases`, where each number is `ratio` / 2^16 as likely as the one before. */
+static void weigh_gaps(u32 ratio, const u32 *bases, u32 *weights) {
     u64 tail = (u64)1 << TAIL_BITS;
-    u32 number = bases[0], left = CHANCE_SUM;
+    u32 number = 0, left = CHANCE_SUM;
     int most = 0;
-    for (int y = 0; y < symbols; y++) {
+    for (int y = 0; y < GAP_SYMBOLS; y++) {
         u64 from = tail;
-        if (y + 1 == symbols) tail = 0;
+        if (y + 1 == GAP_SYMBOLS) tail = 0;
         else
             for (; number < bases[y + 1] && tail; number++) tail = tail * ratio >> 16;
-        number = y + 1 == symbols ? number : bases[y + 1];
+        number = y + 1 == GAP_SYMBOLS ? number : bases[y + 1];
         u32 weight = (u32)((from - tail) >> (TAIL_BITS - CHANCE_SUM_BITS));
         weights[y] = max(weight, 1u);
         left -= weights[y];
@@ -97,12 +118,11 @@ i64 API(fill_masked_tables)(u8 *out, i64 room) {
     memset(out, 0, sizeof *tables);
     for (int y = 0; y < GAP_SYMBOLS; y++) bases[y] = y < GAP_OCTAVES ? (u32)y : gap_octave_base(y - GAP_OCTAVES);
     for (int j = 0; j < GAP_FAMILY; j++) {
-        weigh_symbols(GAP_RATIOS[j], bases, GAP_SYMBOLS, weights);
+        weigh_gaps(GAP_RATIOS[j], bases, weights);
         fill_chances(weights, GAP_SYMBOLS, tables->gap_slots[j], tables->gap_codes[j]);
     }
-    for (int y = 0; y < SIZE_SYMBOLS; y++) bases[y] = SIZE_BASES[y];
     for (int j = 0; j < SIZE_FAMILY; j++) {
-        weigh_symbols(SIZE_RATIOS[j], bases, SIZE_SYMBOLS, weights);
+        for (int y = 0; y < SIZE_SYMBOLS; y++) weights[y] = SIZE_WEIGHTS[j][y];
         fill_chances(weights, SIZE_SYMBOLS, tables->size_slots[j], tables->size_codes[j]);
         for (int y = 0; y < SIZE_SYMBOLS; y++) tables->size_costs[j][y] = cost_of_weight(weights[y]);
     }
@@ -218,8 +238,9 @@ static int nearest_gaps(u64 quotients, u64 count) {
     return best;
 }
 
-/* The symbol of a size replaces its step's place in `symbols`. */
-static ClassCode choose_class_code(const u32 *gaps, const u16 *steps, i64 count, const MaskedTables *tables, u8 *symbols) {
+/* The symbol of a size replaces its step's place in `symbols`. `sizes`: those of the class before, which cost nothing. */
+static ClassCode choose_class_code(const u32 *gaps, const u16 *steps, i64 count, int sizes, const MaskedTables *tables,
+                                   u8 *symbols) {
     u64 sum = 0, quotients = 0;
     u32 most = 0, counts[SIZE_ROW] = {0};
     for (i64 i = 0; i < count; i++) sum += gaps[i], most = gaps[i] > most ? gaps[i] : most;
@@ -232,7 +253,7 @@ static ClassCode choose_class_code(const u32 *gaps, const u16 *steps, i64 count,
     ClassCode code = {count, SHIFTED * shift + (shift ? max(member, FIRST_SHIFTED - SHIFTED) : member), 0};
     u64 least = ~(u64)0;
     for (int j = 0; j < SIZE_FAMILY; j++) {
-        u64 cost = 0;
+        u64 cost = j == sizes ? 0 : SIZES_COST;
         for (int y = 0; y < SIZE_SYMBOLS; y++) cost += (u64)counts[y] * tables->size_costs[j][y];
         if (cost < least) least = cost, code.sizes = j;
     }
@@ -343,9 +364,12 @@ i64 API(write_masked_steps)(const u16 *before, const u16 *after, i64 n, int mant
     BitPacker w = {out + STEPS_HEAD, 0, 0};
     out[0] = (u8)rule.least;
     i64 starts[CLASSES], start = 0;
+    int sizes = FIRST_CLASS.sizes;
     for (int c = 0; c < CLASSES; start += f.counts[c++]) {
         starts[c] = start;
-        if (f.counts[c]) codes[c] = choose_class_code(f.gaps[c], f.steps[c], f.counts[c], tables, size_symbols + start);
+        if (!f.counts[c]) continue;
+        codes[c] = choose_class_code(f.gaps[c], f.steps[c], f.counts[c], sizes, tables, size_symbols + start);
+        sizes = codes[c].sizes;
     }
     write_class_codes(&w, codes);
     for (int c = 0; c < CLASSES; c++)

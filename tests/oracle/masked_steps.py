@@ -14,11 +14,28 @@ from oracle.contexts import exponent_buckets
 CLASSES, SUM, LOWEST = 16, 2048, 1 << 16
 GAP_RATIOS = [969, 3121, 7022, 11818, 16991, 21324, 24310, 27455, 30704, 33994]
 GAP_RATIOS += [37259, 40436, 43468, 46307, 48921, 51289, 52774, 54139, 55386, 56519]
-SIZE_RATIOS = [33, 131, 393, 786, 1638, 2949, 5243, 8520, 13107, 19005, 26214, 34079, 42598, 50463, 57672, 62259]
 GAP_BASES = [*range(20), *(16 + (4 << octave) for octave in range(12))]
 GAP_BITS = [0] * 20 + [octave + 2 for octave in range(12)]
 SIZE_BASES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
 SIZE_BITS = [0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 15]
+SIZE_WEIGHTS = [
+    (1980, 58, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    (1665, 373, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    (1157, 844, 38, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    (782, 788, 467, 3, 1, 1, 1, 1, 1, 1, 1, 1),
+    (539, 546, 546, 409, 1, 1, 1, 1, 1, 1, 1, 1),
+    (384, 384, 384, 757, 132, 1, 1, 1, 1, 1, 1, 1),
+    (273, 273, 273, 541, 546, 136, 1, 1, 1, 1, 1, 1),
+    (2037, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    (1930, 108, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    (1361, 547, 118, 14, 1, 1, 1, 1, 1, 1, 1, 1),
+    (723, 568, 377, 314, 55, 5, 1, 1, 1, 1, 1, 1),
+    (354, 333, 300, 473, 303, 239, 39, 3, 1, 1, 1, 1),
+    (171, 169, 164, 311, 277, 437, 272, 210, 33, 2, 1, 1),
+    (84, 83, 83, 164, 159, 299, 266, 421, 258, 198, 31, 2),
+    (41, 41, 41, 82, 81, 161, 156, 293, 261, 411, 252, 228),
+    (20, 20, 20, 40, 40, 81, 80, 159, 154, 290, 257, 887),
+]
 UNREACHED = 1 << 30
 
 
@@ -56,14 +73,14 @@ def gap_weights(member: int) -> tuple[int, ...]:
 
 
 def size_weights(member: int) -> tuple[int, ...]:
-    return weights(SIZE_RATIOS[member], *SIZE_BASES)
+    return SIZE_WEIGHTS[member]
 
 
 def cost(weight: int) -> int:
-    scaled, sixteenths = weight << 20, 0
+    scaled, parts = weight << 20, 0
     while scaled < SUM << 20:
-        scaled, sixteenths = scaled + (scaled * 2902 >> 16), sixteenths + 1
-    return sixteenths
+        scaled, parts = scaled + (scaled * 178 >> 16), parts + 1
+    return parts
 
 
 def fill_masked_tables(out: Array) -> int:
@@ -145,7 +162,7 @@ def write_masked_steps(before: Array, after: Array, mantissa: int) -> Array | No
         bits.near(len(gaps), last.count, max(last.count.bit_length() - 2, 0))
         last = replace(last, count=len(gaps))
         if gaps:
-            chosen = choose_class(gaps, steps)
+            chosen = choose_class(gaps, steps, last.sizes)
             bits.near(chosen.scale, next_scale(last.scale), 1)
             bits.put(*((0, 1) if chosen.sizes == last.sizes else (1 | chosen.sizes << 1, 5)))
             last = chosen
@@ -196,7 +213,7 @@ def choose_least(words: Array, mantissa: int) -> int:
     return max(highest - 15, 0)
 
 
-def choose_class(gaps: list[int], steps: list[int]) -> Class:
+def choose_class(gaps: list[int], steps: list[int], sizes: int) -> Class:
     shift = max((sum(gaps) // len(gaps)).bit_length() - 3, 0)
     while max(gaps) >> shift >= 16400:
         shift += 1
@@ -205,6 +222,7 @@ def choose_class(gaps: list[int], steps: list[int]) -> Class:
     member = min(range(20), key=lambda j: abs(ratio - GAP_RATIOS[j]))
     counts = np.bincount([symbol(abs(step), SIZE_BASES) for step in steps], minlength=12).tolist()
     costs = [sum(count * cost(w) for count, w in zip(counts, size_weights(j), strict=True)) for j in range(16)]
+    costs = [one if j == sizes else one + 4 * 256 for j, one in enumerate(costs)]
     return Class(len(gaps), 5 * shift + (max(member, 15) if shift else member), costs.index(min(costs)))
 
 
