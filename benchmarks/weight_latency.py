@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import islice
+from itertools import islice, pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Queue
@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 
 from ckpt.following.follower import Follower
+from ckpt.following.served import ServedFolder
+from ckpt.following.source import PublishedSource
 from ckpt.publishing.publication import Publication, open_publication, put_object
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt_formats.core.geometry import Box
@@ -233,6 +235,61 @@ def latencies(
                 verified = following.verified(step)
                 yield Latency(step, *(at - began for at in (*times, verified)), nbytes)
                 time.sleep(0.5)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the way of a step, without a network."""
+
+    name: str
+    wall: float
+    """Seconds."""
+    cpu: float
+    """Of all threads of the process."""
+
+
+def stages(run: WeightRun, folder: Path, gb: float, ranks: int, steps: int) -> Iterator[list[Stage]]:
+    """Publish steps of a repeated run into a folder, and serve each in another one, in this process; time each stage.
+
+    The first three steps are not timed: the served folders are new then.
+    """
+    threads = os.cpu_count() or 1
+    publisher = Publisher(LargeModel.of(run, gb * 1e9, steps + 3), ranks, threads)
+    chain, source = folder / "policy.chain", PublishedSource(folder / "policy.chain")
+    with (
+        open_publication(chain, publisher.model) as publication,
+        ServedFolder(folder / "served", source, threads) as to,
+    ):
+        publisher.start(publication)
+        for step in range(1, steps + 4):
+            times = [("", time.perf_counter(), time.process_time())]
+
+            def done(name: str, times: list[tuple[str, float, float]] = times) -> None:
+                times.append((name, time.perf_counter(), time.process_time()))
+
+            publisher.large.fill(publisher.ranks, step)
+            done("the trainer's copy")
+            for rank in publisher.ranks:
+                rank.state()
+            done("publisher: hash")
+            encoded = [rank.encode(is_base=False) for rank in publisher.ranks]
+            done("publisher: compare and encode")
+            for one in encoded:
+                put_object(publication.place, one.share.object, one.object)
+            done("publisher: objects")
+            publication.commit(step, publication.parent, [one.share for one in encoded])
+            done("publisher: record and head")
+            for rank in publisher.ranks:
+                rank.accept()
+            head = source.head()
+            assert head is not None
+            source.record(head.record)
+            done("follower: head and record")
+            to.advance(head, head.record)
+            done("follower: objects, decode, hash, rename")
+            to.release_other()
+            if step > 3:
+                yield [Stage(b[0], b[1] - a[1], b[2] - a[2]) for a, b in pairwise(times)]
 
 
 def requests(run: WeightRun, ranks: int, steps: int) -> dict[str, Counter[str]]:

@@ -1,12 +1,13 @@
-"""Measure the sync of weights: `python benchmarks/weight_sync.py encodings|latency|requests|folds [--json FILE]`.
+"""Measure the sync of weights: `python benchmarks/weight_sync.py encodings|latency|stages|requests|folds [--json F]`.
 
 `encodings` codes real steps of GRPO and DPO (`policy_runs.py` trains them) by ckpt and by what others use, decodes
 each and compares every bit. It prints bytes per changed value, the size relative to ckpt's, and GB/s of weights in both
 directions by CPU time of one thread, the best of some rounds. The speeds of memcpy and of XXH3-128 stand beside them.
 
 `latency` repeats a run to a model of 1 GB, publishes steps of it by eight ranks through a slow network, and follows
-them through another one: seconds from the optimizer's step until a follower has the verified weights. `requests` counts
-what a step asks of a store. `folds` compares which steps are joined to folds.
+them through another one: seconds from the optimizer's step until a follower has the verified weights. `stages` times
+the parts of that way in one process, without a network. `requests` counts what a step asks of a store. `folds` compares
+which steps are joined to folds.
 """
 
 from __future__ import annotations
@@ -138,6 +139,23 @@ def latency(given: argparse.Namespace) -> list[dict[str, float]]:
     return rows
 
 
+def stages(given: argparse.Namespace) -> list[dict[str, object]]:
+    from weight_latency import stages
+
+    run = WeightRun.open(given.folder / given.run)
+    with TemporaryDirectory(dir=given.scratch) as scratch:
+        rounds = list(stages(run, Path(scratch), given.gb, given.ranks, given.steps))
+    print("| stage | seconds | of CPU | the least of CPU |\n|---|---|---|---|")
+    rows = list[dict[str, object]]()
+    for same in zip(*rounds, strict=True):
+        cpu = [one.cpu for one in same]
+        rows.append(
+            {"stage": same[0].name, "wall": median(one.wall for one in same), "cpu": median(cpu), "least": min(cpu)}
+        )
+        print("| {stage} | {wall:.3f} | {cpu:.3f} | {least:.3f} |".format(**rows[-1]))
+    return rows
+
+
 def requests(given: argparse.Namespace) -> list[dict[str, object]]:
     from weight_latency import requests
 
@@ -190,6 +208,13 @@ def main() -> None:
     part.add_argument("--rate", type=float, default=100e6, help="bytes a second in each direction")
     part.add_argument("--scratch", help="a folder with room for four times the model")
     part.set_defaults(measure=latency)
+    part = parts.add_parser("stages", help="seconds of each part of that way, without a network")
+    part.add_argument("--run", default="dpo-1e-6")
+    part.add_argument("--gb", type=float, default=1.0)
+    part.add_argument("--ranks", type=int, default=8)
+    part.add_argument("--steps", type=int, default=5)
+    part.add_argument("--scratch", help="a folder with room for four times the model")
+    part.set_defaults(measure=stages)
     part = parts.add_parser("requests", help="requests to a store for each step")
     part.add_argument("--run", default="dpo-1e-6")
     part.add_argument("--ranks", type=int, nargs="+", default=(1, 4))

@@ -112,8 +112,9 @@ class Publisher(SnapshotContext):
             names: `hf`: the names that transformers has in files; `as-is`: those of the model.
             every: Publish each step of which the number since the start is a multiple.
             keep: How many steps stay in the chain, such as `last:200`; None: all.
-            folds: Whether each 4th, 16th and 64th step after a base is also stored as a delta over so many steps, for
-                followers that were away. Each rank then has up to three copies of its values in temporary files.
+            folds: Whether steps after a base are also stored as folds, for followers that were away: each 4th one as a
+                delta over 4 steps, each 16th one over 16 and over 48. Each rank then has up to four copies of its
+                values in temporary files.
             step: The number of the last step; None: the count of the engine or of the optimizer.
             rename: Gives the name in the full model of a tensor of this rank's model, for ranks with parts of one
                 model.

@@ -190,7 +190,7 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
         return None
 
     def advance(self, head: Head, target: RecordRef) -> Advance:
-        """Serve a step: write it beside what is served, verify it, and let the link name it.
+        """Serve a step: write it next to what is served, verify it, and let the link name it.
 
         Raises as `Follower.update`; `NoSpaceError` if the disk is full, `OutputError` if the folder cannot be written.
         After an error, what was served is served still.

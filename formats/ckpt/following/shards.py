@@ -74,8 +74,8 @@ ALL_RANKS = TensorParallelRank(1, 0)
 class ShardLayout(StateLayout):
     """The shards of one rank. Its state has an array for each chunk that has values of them.
 
-    A change is coded against all values of its chunk, so chunks are held whole, also those that lie only partly in a
-    shard: tensors that are split along another axis than the first.
+    A change is coded against all values of its chunk, so the state has whole chunks, also those that lie only partly in
+    a shard: tensors that are split along another axis than the first.
     """
 
     def __init__(self, model: PublishedModel, shards: Sequence[tuple[Shape, tuple[ShardBlock, ...]]]) -> None:

@@ -252,12 +252,12 @@ class PublishedSource:
         return model
 
     def files(self, record: StepRecord) -> dict[str, bytes]:
-        """The files that a folder of the model has beside its weights, by name. Raises as `model`."""
+        """The files that a folder of the model has next to its weights, by name. Raises as `model`."""
         model = self.model(record)
         return {name: self._file(record, ref) for name, ref in model.files.items()}
 
     def file(self, record: StepRecord, name: str) -> bytes | None:
-        """A file that a folder of the model has beside its weights; None if it has no such file. Raises as `model`."""
+        """A file that a folder of the model has next to its weights; None if it has no such file. Raises as `model`."""
         ref = self.model(record).files.get(name)
         return None if ref is None else self._file(record, ref)
 

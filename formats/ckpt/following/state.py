@@ -114,7 +114,7 @@ class StateLayout:
 
     @cached_property
     def _chunks(self) -> Sequence[Sequence[StateChunk]]:
-        """Of each rank, those that the follower has: found once, since each step needs them."""
+        """Of each rank, those that the follower has: listed once, since each step needs them."""
         return [tuple(chunks_of(self.model, rank)) for rank in range(len(self.model.pieces))]
 
     def chunks(self, rank: int) -> Sequence[StateChunk]:

@@ -114,7 +114,8 @@ def publish(
         before: The checkpoint that was published last.
         keep: How many steps stay, such as `last:200`; None: all. What they do not need is removed, but not earlier
             than ten minutes after it was last needed.
-        folds: Whether each 4th, 16th and 64th step after a base is also stored as a delta over so many steps.
+        folds: Whether steps after a base are also stored as folds: each 4th one as a delta over 4 steps, each 16th
+            one over 16 and over 48.
         signing_key: Signs what is published; followers that have the key refuse all else.
         resources: Threads; None: those of `Resources.of_machine()`.
         locks: False: you guarantee that nothing else writes the chain.

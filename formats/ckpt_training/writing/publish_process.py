@@ -1,4 +1,4 @@
-"""The process beside a rank that publishes its weights: it compares, codes and stores them, and rank 0's commits.
+"""The process next to a rank that publishes its weights: it compares, codes and stores them, and rank 0's commits.
 
 `python -m ckpt_training.writing.publish_process RING STATUS TRAINER` starts it, as `save_process`.
 
@@ -61,6 +61,8 @@ _PATIENCE_SECONDS = 8.0
 _NICE = 10
 _MAX_REASON = 1000
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
+_REQUESTS = 16
+"""Receipts that rank 0 waits for at once: in a store, each takes a round trip."""
 _MAX_LEAD = 64
 _CALM = 32
 """After so many published steps in a row, rank 0 announces the next one half as far ahead."""
@@ -377,7 +379,9 @@ class PublishWriter(OrderWriter):
 
     def _gathered(self, step: OpenStep, what: str, own: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """Wait for what all ranks have stored. Raises `IncompleteError` if one cannot take part, or says nothing."""
-        every = [own, *(self._wait_for(step, f"{what}-{rank:05d}") for rank in range(1, self._settings.ranks))]
+        others = range(1, self._settings.ranks)
+        with ThreadPoolExecutor(min(len(others), _REQUESTS) or 1, "ckpt-receipts") as pool:
+            every = [own, *pool.map(lambda rank: self._wait_for(step, f"{what}-{rank:05d}"), others)]
         for rank, one in enumerate(every):
             if one["reason"] is not None:
                 raise IncompleteError(f"rank {rank}: {one['reason']}" if self._settings.ranks > 1 else one["reason"])

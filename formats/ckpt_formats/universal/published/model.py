@@ -62,7 +62,7 @@ class PublishedModel:
     pieces: tuple[tuple[TensorPiece, ...], ...]
     """By rank, in the order of their tensors."""
     files: Mapping[str, ObjectRef]
-    """Files that a folder of the model has beside its weights, by name."""
+    """Files that a folder of the model has next to its weights, by name."""
     aliases: Mapping[str, str]
     """Further names of tensors, with the name under which each is published."""
 
