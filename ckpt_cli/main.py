@@ -37,6 +37,7 @@ COMMANDS = {
     "copy": "ckpt_cli.commands.copy:copy",
     "inspect": "ckpt_cli.commands.inspect:inspect",
     "verify": "ckpt_cli.commands.verify:verify",
+    "extract": "ckpt_cli.commands.extract:extract",
     "check": "ckpt_cli.commands.check:check",
     "stats": "ckpt_cli.commands.stats:stats",
     "rules": "ckpt_cli.commands.rules:rules",

@@ -100,6 +100,7 @@ ODD: dict[str, Odd] = {
     "a plan without failures": Odd("plan --step 1s", 2, ("--mtbf",)),
     "an unknown shell": Odd("completion tcsh", 2, ("'tcsh'", "bash")),
     "a model of no known family": Odd("check a.pt --like config.json", 22, ("not known", "ckpt formats --families")),
+    "a tensor with another name": Odd("extract a.pt v", 10, ("no tensor is called `v`", "ckpt inspect")),
     "figures in two forms": Odd("stats a.pt --csv --json", 2, ("--csv", "--json")),
     "options that contradict": Odd("verify run.chain --quick --replay", 2, ("--quick", "--replay")),
     # what is not there, or is no checkpoint

@@ -15,6 +15,7 @@ from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.short_repr import ShortRepr, cut, short_repr
+from ckpt_formats.core.similar_names import UnknownNameError
 from ckpt_formats.core.state_names import MASTER as MASTER
 from ckpt_formats.core.state_names import MODEL as MODEL
 from ckpt_formats.core.state_names import STORED_MASTER, STORED_MODEL, States, renamed
@@ -277,7 +278,10 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
     __hash__ = object.__hash__
 
     def __getitem__(self, name: str) -> Parameter:
-        return self.parameters[self.aliases.get(name, name)]
+        try:
+            return self.parameters[self.aliases.get(name, name)]
+        except KeyError:
+            raise UnknownNameError(name, self.parameters.keys()) from None
 
     def __iter__(self) -> Iterator[str]:
         return (name for name, parameter in self.parameters.items() if parameter.role != "extra")

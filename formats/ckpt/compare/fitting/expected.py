@@ -9,7 +9,6 @@ from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.text import printable
 from ckpt_formats.names.config import ConfiguredModel, configured_model
-from ckpt_formats.names.describe import known_families
 
 _DIALECTS = ("hf", "hf_memory")
 """The names of transformers' files, and those of its modules where they differ."""
@@ -79,7 +78,10 @@ def _of_config(config: Mapping[str, Any], present: set[str]) -> Iterator[Expecte
     configured = configured_model(config)
     if configured is None:
         kind = printable(str(config.get("model_type")))[:60]
-        raise UnsupportedError(f"the tensors of models of type {kind} are not known", hint=known_families())
+        raise UnsupportedError(
+            f"the tensors of models of type {kind} are not known",
+            hint="`ckpt formats --families` lists known ones; or compare with another checkpoint or a file of names.",
+        )
     for dialect in _DIALECTS:
         names = configured.names(dialect, present)
         if names is not None:
