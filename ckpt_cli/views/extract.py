@@ -7,8 +7,8 @@ from typing import Any
 import click
 import numpy as np
 
-from ckpt.job.extraction import ExtractedTensor, as_checkpoint, find_tensor, npy_dtype, write_npy
 from ckpt.job import Job, load_kernels
+from ckpt.job.extraction import ExtractedTensor, as_checkpoint, find_tensor, npy_dtype, write_npy
 from ckpt.pipeline import Execution
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar

@@ -99,7 +99,7 @@ ODD: dict[str, Odd] = {
     "a duration that is none": Odd("plan --step fast --mtbf 3h", 2, ("'fast'", "40ms")),
     "a plan without failures": Odd("plan --step 1s", 2, ("--mtbf",)),
     "an unknown shell": Odd("completion tcsh", 2, ("'tcsh'", "bash")),
-    "a model of no known family": Odd("check a.pt --like config.json", 22, ("not known", "ckpt formats --families")),
+    "a model of no known family": Odd("check a.pt --like config.json", 22, ("model_type", "ckpt formats --families")),
     "a tensor with another name": Odd("extract a.pt v", 10, ("no tensor is called `v`", "ckpt inspect")),
     "figures in two forms": Odd("stats a.pt --csv --json", 2, ("--csv", "--json")),
     "options that contradict": Odd("verify run.chain --quick --replay", 2, ("--quick", "--replay")),

@@ -77,9 +77,11 @@ def _of_tensors(tensors: Mapping[str, Any]) -> Expected:
 def _of_config(config: Mapping[str, Any], present: set[str]) -> Iterator[Expected]:
     configured = configured_model(config)
     if configured is None:
-        kind = printable(str(config.get("model_type")))[:60]
+        kind = config.get("model_type")
         raise UnsupportedError(
-            f"the tensors of models of type {kind} are not known",
+            f"the tensors of models of type {printable(str(kind))[:60]} are not known"
+            if kind
+            else "the configuration states no known `model_type`",
             hint="`ckpt formats --families` lists known ones; or compare with another checkpoint or a file of names.",
         )
     for dialect in _DIALECTS:
