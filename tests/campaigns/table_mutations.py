@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_formats.names import tables
-from family_facts import FOLDER, Facts, configurations, facts, facts_of_megatron, forget_tables, sample
+from family_facts import FOLDER, Facts, configurations, facts, facts_of_megatron, forget_tables, sample, variants
 from run import Round
 
 
 def rounds(folder: Path, seed: int) -> Generator[Round, None, None]:
-    truths = {name: [(one, facts(one)) for one in configs] for name, configs in configurations().items()}
+    further = variants()
+    truths = {
+        name: [(one, facts(one)) for one in (*configs, *further[name])] for name, configs in configurations().items()
+    }
     megatron = facts_of_megatron()
     for file, line, text in sample(random.Random(seed)):
         own = Path(file).stem

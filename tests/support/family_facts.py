@@ -6,21 +6,26 @@ import json
 import random
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.tensor import read
+from ckpt_formats.names import llama_cpp, native, tables, translate
 from ckpt_formats.names import model as models
-from ckpt_formats.names import tables, translate
 from ckpt_formats.names.arguments import to_arguments
 from ckpt_formats.names.config import CONFIG, configured_model, is_preferred
 from ckpt_formats.names.expressions import evaluate, parse_expression
 from ckpt_formats.names.hyperparameters import check_plain, write
 from ckpt_formats.names.hyperparameters import read as read_entries
+from ckpt_formats.names.llama_cpp import from_llama_cpp, to_llama_cpp
+from ckpt_formats.names.native import from_native, to_native
 from ckpt_formats.names.packings import stored_shape
 from held import checkpoint, parameter
 from hf_jobs.random_models import RANDOM, model
@@ -32,6 +37,7 @@ FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.t
 _CACHED = (
     *(tables.blocks, tables.places_of_atoms, tables.hyperparameters, tables.dialect, tables.families),
     *(tables._family_tables, tables._family, models._axes, translate._megatron_patterns),
+    *(native._names_of, llama_cpp.llama_architectures),
 )
 _SWAPS = {" == ": " != ", " != ": " == ", " + ": " - ", " - ": " + ", " * ": " + ", " // ": " * ", " >= ": " > "}
 _SWAPS |= {" < ": " <= ", " % ": " // ", " in ": " not in ", " and ": " or ", " or ": " and ", "not ": ""}
@@ -63,10 +69,13 @@ def facts(config: Mapping[str, Any]) -> Facts:
     result["written"] = _written(settings, described.values)
     result["preferred"] = is_preferred(described.values, configured.family)
     result["plain"] = {name: _refuses(settings, name) for name in settings.plain}
+    result["defaults"] = dict(settings.defaults)
+    for naming in (*translate.NATIVE, translate.GGUF_VALUES):
+        result[f"as {naming}"] = _elsewhere(config, naming)
     result["ignored"] = [configured.family.ignored.pattern, configured.family.others.pattern]
     try:
         result["arguments"] = to_arguments(described.values, None)
-        result |= _in_megatron(config, [(names[0], shape) for names, shape in result["hf"]])
+        result |= _in_megatron(config)
     except CkptError as error:
         result["refused"] = str(error)
     return result
@@ -101,6 +110,10 @@ def facts_of_megatron() -> Facts:
     ]
     result = {str(i): dict(read_entries(settings, required | kind, "x").values) for i, kind in enumerate(kinds)}
     result["plain"] = {name: _refuses(settings, name) for name in settings.plain}
+    result["defaults"] = dict(settings.defaults)
+    result["kinds"] = {
+        one.name: (one.default, one.optional, one.training, one.noted) for one in tables.hyperparameters()
+    }
     further = tables.dialect("megatron").other
     result["evidence"], result["aliases"] = dict(further["evidence"]), dict(further["aliases"])
     result["alone"] = {
@@ -117,22 +130,50 @@ def _refuses(settings: tables.Settings, name: str) -> tuple[bool, object]:
     return False, None
 
 
-def _in_megatron(config: Mapping[str, Any], stored: list[tuple[str, Any]]) -> dict[str, Any]:
+def _numbered(config: Mapping[str, Any]) -> Checkpoint:
+    """A model of transformers, no two elements of which are equal."""
     configured = configured_model(config)
     assert configured is not None
-    tie, first, parameters = configured.tie, 0, []
-    for name, shape in stored:
+    described, tie, first, parameters = configured.model, configured.tie, 0, []
+    starts: dict[object, int] = {}  # copies have the values of their tensor
+    for one in described.stored("hf"):
+        name, shape = one.names[0], stored_shape(one.packing, one.scope, described.shape)
         if tie is None or name != tie.alias:
             size = int(np.prod(shape))
-            parameters.append(parameter(name, {"model": np.arange(first, first + size, dtype="f4").reshape(shape)}))
+            start = starts.setdefault(one.keys, first)
+            parameters.append(parameter(name, {"model": np.arange(start, start + size, dtype="f4").reshape(shape)}))
             first += size
-    aliases = {} if tie is None else {tie.alias: tie.name}
-    there = translate.to_megatron(checkpoint(parameters, (), {CONFIG: dict(config)}, aliases))
+    return checkpoint(parameters, (), {CONFIG: dict(config)}, {} if tie is None else {tie.alias: tie.name})
+
+
+def _elsewhere(config: Mapping[str, Any], naming: str) -> Facts | None:
+    """The model under the names of another library, and what becomes of it there and back; None if it is refused."""
+    to, back = (to_llama_cpp, from_llama_cpp) if naming == translate.GGUF_VALUES else _of_native(naming)
+    try:
+        there = to(_numbered(config))
+        extras = {key: value for key, value in there.extras.items() if key != CONFIG or naming in translate.NATIVE}
+        again = back(replace(there, extras=extras))
+    except CkptError:
+        return None
+    values = there.extras.get(translate.GGUF_VALUES)
+    return {"there": _contents(there), "back": _contents(again), "values": values, "config": again.extras[CONFIG]}
+
+
+def _of_native(naming: str) -> tuple[Callable[[Checkpoint], Checkpoint], Callable[[Checkpoint], Checkpoint]]:
+    return partial(to_native, name=naming), partial(from_native, name=naming)
+
+
+def _contents(source: Checkpoint) -> dict[str, int]:
+    return {name: zlib.crc32(read(one.weight).tobytes()) for name, one in source.parameters.items()}
+
+
+def _in_megatron(config: Mapping[str, Any]) -> dict[str, Any]:
+    there = translate.to_megatron(_numbered(config))
     extras = {key: value for key, value in there.extras.items() if key != CONFIG}
     back = translate.to_hf(checkpoint(list(there.parameters.values()), (), extras, there.aliases))
     return {
-        "megatron": {name: zlib.crc32(read(one.weight).tobytes()) for name, one in there.parameters.items()},
-        "back": {name: zlib.crc32(read(one.weight).tobytes()) for name, one in back.parameters.items()},
+        "megatron": _contents(there),
+        "back": _contents(back),
         "config": back.extras[CONFIG],
     }
 
@@ -174,6 +215,27 @@ def configurations(seeds: int = 6) -> dict[str, list[dict[str, Any]]]:
         stated = {"rope_parameters", "initializer_range", *own.settings.defaults}
         result[own.name] = [*full, {key: value for key, value in full[0].items() if key not in stated}]
     return result
+
+
+def variants() -> dict[str, list[dict[str, Any]]]:
+    """Models of each family with an option turned over, or with many layers whose kinds are not stated."""
+    result: dict[str, list[dict[str, Any]]] = {}
+    for name, (full, *_) in configurations(1).items():
+        own = tables.family_of(full)
+        assert own is not None
+        stated = {**own.settings.defaults, **full}
+        flags = (key for key, value in stated.items() if isinstance(value, bool))
+        flags = (key for key in sorted({*flags, "attention_bias", "mlp_bias", "attention_out_bias"}))
+        result[name] = [{**full, key: not stated.get(key, False)} for key in flags]
+        layers = full.get("num_hidden_layers")
+        if layers:
+            result[name].append({**_without_kinds(full, layers), "num_hidden_layers": 13})
+    return result
+
+
+def _without_kinds(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    lists = {key for key, value in config.items() if isinstance(value, list) and len(value) == layers}
+    return {key: value for key, value in config.items() if key not in lists - {"architectures"}}
 
 
 def digests() -> dict[str, str]:
