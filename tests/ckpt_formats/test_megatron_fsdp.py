@@ -99,6 +99,12 @@ def with_other_options() -> dict[str, Any]:
     return wrong
 
 
+def with_options_twice() -> dict[str, Any]:
+    wrong = tree()
+    wrong["optimizer"]["param_to_group_meta"][FC1] = {"lr": 1e-4}  # without the prefix
+    return wrong
+
+
 @pytest.mark.parametrize(
     ("make", "error"),
     [
@@ -107,6 +113,7 @@ def with_other_options() -> dict[str, Any]:
         (with_another_shape, CorruptError),
         (with_a_whole_tensor_too, CorruptError),
         (with_other_options, CorruptError),
+        (with_options_twice, CorruptError),
     ],
 )
 def test_contradictory_halves_are_refused(make: Any, error: type[CkptError]) -> None:

@@ -19,6 +19,7 @@ from ckpt.combine.experts import (
 )
 from ckpt.combine.merge import LoraMerge
 from ckpt.combine.merged_blob import merged_blob
+from ckpt.combine.sources import CONFIG
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import ComputedBlob, Tensor
@@ -41,7 +42,8 @@ _IN_TURN = frozenset(["gpt_oss"])
 class _WeightEdit:
     """The updates of one projection of the model."""
 
-    transposed: bool
+    is_transposed: bool
+    """Whether the weight is stored as (in, out)."""
     parts: dict[int | None, dict[int, LowRank]] = field(default_factory=dict)
     """By part, 0 for gate and 1 for up or None for all of the weight, and by expert."""
 
@@ -154,8 +156,8 @@ def _merged(merge: LoraMerge, weights: ExpertWeights, edit: _WeightEdit, expert:
     if not own:
         return weight
     if None in own:
-        return _with_update(merge, weight, own[None], edit.transposed)
-    matrix = transposed(weight) if edit.transposed else weight
+        return _with_update(merge, weight, own[None], edit.is_transposed)
+    matrix = transposed(weight) if edit.is_transposed else weight
     rows = matrix.shape[0] // 2
     in_turn = _is_in_turn(merge, weights)
     parts = [
@@ -164,7 +166,7 @@ def _merged(merge: LoraMerge, weights: ExpertWeights, edit: _WeightEdit, expert:
     ]
     merged = [_with_update(merge, one, own[i], False) if i in own else one for i, one in enumerate(parts)]
     joined = interleaved(merged, rows) if in_turn else concatenated(merged)
-    return transposed(joined) if edit.transposed else joined
+    return transposed(joined) if edit.is_transposed else joined
 
 
 def _with_update(merge: LoraMerge, weight: Tensor, update: LowRank, is_transposed: bool) -> Tensor:
@@ -179,7 +181,7 @@ def _with_update(merge: LoraMerge, weight: Tensor, update: LowRank, is_transpose
 
 def _is_in_turn(merge: LoraMerge, weights: ExpertWeights) -> bool:
     """Whether a stack of gate and up has their rows in turn, as the model's type tells."""
-    config = merge.base.extras.get("hf/config.json")
+    config = merge.base.extras.get(CONFIG)
     types = set[str]()
     for table in (config, config.get("text_config") if isinstance(config, dict) else None):
         if isinstance(table, dict) and isinstance(table.get("model_type"), str):

@@ -10,7 +10,7 @@ from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.engines.hf.folder import is_training_file
 from ckpt_formats.state_dicts.run_files import PREFIX as _HF
 
-_CONFIG = "hf/config.json"
+CONFIG = "hf/config.json"
 
 
 def model_of(source: Checkpoint) -> Checkpoint:
@@ -55,11 +55,11 @@ def all_files(models: Sequence[Checkpoint]) -> tuple[SourceFile, ...]:
 
 def untied_config(extras: Mapping[str, Value]) -> dict[str, Value]:
     """The extras with a model configuration that ties no embeddings."""
-    config = extras.get(_CONFIG)
+    config = extras.get(CONFIG)
     if not isinstance(config, dict):
         return dict(extras)
     config = {**config, "tie_word_embeddings": False}
     inner = config.get("text_config")
     if isinstance(inner, dict) and "tie_word_embeddings" in inner:
         config["text_config"] = {**inner, "tie_word_embeddings": False}
-    return {**extras, _CONFIG: config}
+    return {**extras, CONFIG: config}

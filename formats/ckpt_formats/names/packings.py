@@ -185,8 +185,8 @@ def _unpacked(node: Node, tensor: Tensor, scope: Scope, shape: ShapeOf) -> Itera
         groups = _groups(node, scope, shapes)
         _check_fits(tensor.shape == (sum(one[0] for one in shapes), *shapes[0][1:]))
         at = 0
-        for part, (whole_rows, *_) in zip(node.parts, shapes, strict=True):
-            rows = whole_rows // groups
+        for part, (part_rows, *_) in zip(node.parts, shapes, strict=True):
+            rows = part_rows // groups
             yield from _unpacked(part, group_rows(tensor, groups, at, at + rows), scope, shape)
             at += rows
     else:

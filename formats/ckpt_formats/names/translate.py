@@ -193,8 +193,8 @@ def _make(
             for atom, scope, part in _checked(name, partial(unpack, stored.packing, tensor, stored.scope, model.shape)):
                 atoms.setdefault(key_of(atom, scope), []).append(part)
         # Copies of one tensor must be equal: this is compared whenever their values are read.
-        whole = {key: with_replicas(parts) for key, parts in atoms.items()}
-        return tuple(_checked(one.names[0], partial(_packed, model, one, whole)) for one in new)
+        merged = {key: with_replicas(parts) for key, parts in atoms.items()}
+        return tuple(_checked(one.names[0], partial(_packed, model, one, merged)) for one in new)
 
     return make
 

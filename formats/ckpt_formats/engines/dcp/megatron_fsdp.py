@@ -110,16 +110,14 @@ def _joined(entries: Mapping[Any, Value], where: Path) -> dict[str, Value]:
     """Tensors, or the states of parameters, by the names of Megatron core."""
     result: dict[str, Value] = {}
     for key, value in entries.items():
-        name, bare = core_name(str(key)), _without_wrappers(str(key))
-        if name != bare:
-            if bare.endswith(_HALVES[1]):
-                if f"{_prefix(str(key))}{name}{_HALVES[0]}" not in entries:
-                    raise _half_missing(name, where)
-                continue
-            other = entries.get(f"{_prefix(str(key))}{name}{_HALVES[1]}")
-            if other is None:
+        name, prefix = core_name(str(key)), _prefix(str(key))
+        if prefix + name != str(key):
+            gate, other = (entries.get(f"{prefix}{name}{half}") for half in _HALVES)
+            if gate is None or other is None:
                 raise _half_missing(name, where)
-            value = _join(name, value, other, where)
+            if str(key).endswith(_HALVES[1]):
+                continue  # it was joined to its gate
+            value = _join(name, gate, other, where)
         if name in result:
             raise CorruptError(f"two values have the name `{printable(name)}`", where=where)
         result[name] = value
@@ -158,8 +156,12 @@ def _join(name: str, gate: Value, other: Value, where: Path) -> Value:
 def _core_optimizer(states: dict[str, Value], meta: Mapping[Any, Value], where: Path) -> dict[str, Value]:
     """States and groups as PyTorch's optimizers save them. Parameters with equal options become one group."""
     groups: dict[str, dict[str, Any]] = {}
+    names: set[str] = set()
     for key, options in meta.items():
         name = core_name(str(key))
+        if name in names:
+            raise CorruptError(f"`{printable(name)}` has options twice", where=where)
+        names.add(name)
         if not isinstance(options, dict):
             raise CorruptError(f"the options of `{printable(name)}` are not a dict", where=where)
         own = {option: value for option, value in options.items() if option != "step"}
