@@ -72,6 +72,7 @@ WORKS = {
     "sync_cache": Work("sync_cache:rounds", "50 followers read a published chain through nginx"),
     "sync_steps": Work("sync_steps:rounds", "each step of real runs is published, and compared at two followers"),
     "families": Work("families_campaign:rounds", "random models in transformers and in Megatron core are compared"),
+    "megatron_training": Work("megatron_training:rounds", "runs of Megatron core go on over other numbers of ranks"),
     "table_mutations": Work("table_mutations:rounds", "lines of the tables of families are changed"),
     "fuzz_kernels": Work("fuzz_kernels:rounds", "C kernels read hostile bytes under sanitizers"),
     "fuzz_readers": Work("fuzz_readers:rounds", "what readers parse is changed, guided by coverage"),

@@ -15,6 +15,7 @@ from held import bits
 from megatron_jobs.kinds import KINDS
 from megatron_jobs.launch import resume
 from megatron_resumed import assert_computes_the_same, assert_goes_on_the_same, assert_loaded_is_written, reshard
+from megatron_trained import Change, assert_trains_the_same, train
 
 pytestmark = [
     pytest.mark.engines,
@@ -71,6 +72,28 @@ def test_megatron_loads_the_values_that_were_written(resumed: Path, case: str) -
 @pytest.mark.parametrize("case", CASES)
 def test_training_goes_on_from_written_megatron(resumed: Path, case: str) -> None:
     assert_goes_on_the_same(resumed, CASES[case][0], case, states)
+
+
+CHANGES = {
+    "tp2 ep2 to pp2 ep2": Change("deepseek_tp2_ep2", pp=2, ep=2, dp=2),
+    "tp2 ep2 to pp2": Change("deepseek_tp2_ep2", pp=2),
+    "etp2 pp2 to pp2": Change("deepseek_tp2_pp2", pp=2),
+}
+"""The campaign `megatron_training` has more."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, megatron_folder: Path) -> Path:
+    out = tmp_path_factory.mktemp("trained")
+    train(CHANGES, megatron_folder, out)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+def test_losses_of_a_resharded_run_are_those_of_megatrons_own_load(trained: Path, change: str) -> None:
+    """Latent attention, shared experts, a balance bias and a layer for multi-token prediction, with the optimizer."""
+    assert_trains_the_same(CHANGES[change], change, trained)
 
 
 def states(checkpoint: Checkpoint) -> dict[tuple[str, str], object]:

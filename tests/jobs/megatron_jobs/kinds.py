@@ -104,5 +104,6 @@ KINDS: dict[str, Kind] = {
     "moe_ep2": Kind(MOE, ep=2, dp=2),
     "deepseek": Kind(DEEPSEEK),
     "deepseek_tp2_pp2": Kind(DEEPSEEK, tp=2, pp=2),
+    "deepseek_tp2_ep2": Kind(DEEPSEEK, tp=2, ep=2),
     "deepseek_vpp_ep2": Kind(DEEPSEEK, pp=2, vpp=2, ep=2, dp=2),
 }

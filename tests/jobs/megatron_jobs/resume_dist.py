@@ -68,15 +68,13 @@ def keep_steps() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = with_step
 
 
-def load(kind: Kind, wrapped: list[Any], optimizer: Any, run: Path) -> None:
-    """As megatron.training loads the format `torch_dist`."""
+def load(kind: Kind, wrapped: list[Any], optimizer: Any, run: Path, *, with_random_states: bool = True) -> None:
+    """As megatron.training loads the format `torch_dist`. Random states are those of equally many ranks only."""
     folder = str(run / f"iter_{int((run / 'latest_checkpointed_iteration.txt').read_text()):07d}")
     common = dist_checkpointing.load_common_state_dict(folder)
     saved_arguments = common["args"]
-    assert (saved_arguments.tensor_model_parallel_size, saved_arguments.pipeline_model_parallel_size) == (
-        kind.tp,
-        kind.pp,
-    )
+    degrees = (saved_arguments.tensor_model_parallel_size, saved_arguments.pipeline_model_parallel_size)
+    assert degrees == (kind.tp, kind.pp) or not with_random_states
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     models = wrapped if kind.wrapped else [model.module for model in wrapped]
@@ -86,14 +84,17 @@ def load(kind: Kind, wrapped: list[Any], optimizer: Any, run: Path) -> None:
     }
     # Optimizer after model: it takes the places of its states from the model's.
     requested["optimizer"] = optimizer.sharded_state_dict(dict(requested), is_loading=True, metadata=metadata)
-    requested["rng_state"] = random_states(None)
-    state = dist_checkpointing.load(requested, folder, strict=StrictHandling.RAISE_ALL)
+    if with_random_states:
+        requested["rng_state"] = random_states(None)
+    strict = StrictHandling.RAISE_ALL if with_random_states else StrictHandling.RAISE_UNEXPECTED
+    state = dist_checkpointing.load(requested, folder, strict=strict)
     for name, model in zip(names, wrapped, strict=True):
         weights = {key.removeprefix("module."): value for key, value in state[name].items()}
         model.module.load_state_dict(weights, strict=True)
     optimizer.load_state_dict(state["optimizer"])
-    (own,) = state["rng_state"]
-    torch.set_rng_state(own["torch_rng_state"])
+    if with_random_states:
+        (own,) = state["rng_state"]
+        torch.set_rng_state(own["torch_rng_state"])
 
 
 if __name__ == "__main__":
