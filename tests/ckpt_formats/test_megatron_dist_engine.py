@@ -77,7 +77,6 @@ def test_training_goes_on_from_written_megatron(resumed: Path, case: str) -> Non
 CHANGES = {
     "tp2 ep2 to pp2 ep2": Change("deepseek_tp2_ep2", pp=2, ep=2, dp=2),
     "tp2 ep2 to pp2": Change("deepseek_tp2_ep2", pp=2),
-    "etp2 pp2 to pp2": Change("deepseek_tp2_pp2", pp=2),
 }
 """The campaign `megatron_training` has more."""
 

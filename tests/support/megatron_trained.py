@@ -37,13 +37,19 @@ class Change:
         return {"tp": self.tp, "pp": self.pp, "ep": self.ep, "dp": self.dp}
 
     @property
-    def is_of_megatron(self) -> bool:
-        """Whether Megatron can make it alone: it has an optimizer of its own for experts only if ranks share them."""
-        return (KINDS[self.kind].ep > 1) == (self.ep > 1)
+    def by_megatron(self) -> Change:
+        """The one that Megatron can make alone: it has an optimizer of its own for experts only if ranks share them."""
+        has_own = KINDS[self.kind].ep > 1
+        return self if has_own == (self.ep > 1) else replace(self, ep=2, dp=2) if has_own else replace(self, ep=1)
+
+    @property
+    def folder(self) -> str:
+        """Of what Megatron made of its own files."""
+        return f"own-{self.kind}{self.options.replace(' --', '-').replace(' ', '')}"
 
 
 def train(changes: Mapping[str, Change], saved: Path, out: Path) -> None:
-    """Train on by each change: in `out`/NAME from files of ours, in `out`/NAME-own from Megatron's own."""
+    """Train on by each change: in `out`/NAME from files of ours, and once for each cut from Megatron's own."""
     jobs: dict[str, Any] = {}
     (out / "written").mkdir()
     for name, change in changes.items():
@@ -51,21 +57,24 @@ def train(changes: Mapping[str, Change], saved: Path, out: Path) -> None:
         reshard(source, written, change.options)
         job = {"kind": change.kind, "changes": change.degrees, "steps": STEPS}
         jobs[name] = {**job, "run": str(written)}
-        # Where Megatron cannot, the same cut with experts over two ranks computes the same first loss.
-        own = change if change.is_of_megatron else replace(change, ep=2, dp=2)
-        jobs[f"{name}-own"] = {**job, "changes": own.degrees, "run": str(source)}
+        own = change.by_megatron
+        jobs[own.folder] = {**job, "changes": own.degrees, "run": str(source)}
     resume(jobs, out, "train_dist.py")
 
 
 def assert_trains_the_same(change: Change, name: str, out: Path) -> None:
-    """All losses and then all states have the same bits; the first loss if Megatron cannot make the change alone."""
-    ours, own = (json.loads((out / folder / "losses.json").read_text()) for folder in (name, f"{name}-own"))
-    assert len(set(ours)) == len(ours) == STEPS
-    if not change.is_of_megatron:
-        assert ours[0] == own[0]
+    """All losses and then all states have the same bits; the first loss if Megatron cannot make the change alone.
+
+    Experts over more ranks compute the same first loss, and then are summed in another order.
+    """
+    folders = (name, change.by_megatron.folder)
+    actual, expected = (json.loads((out / folder / "losses.json").read_text()) for folder in folders)
+    assert len(set(actual)) == len(actual) == STEPS
+    if change.by_megatron != change:
+        assert actual[0] == expected[0]
         return
-    assert ours == own
-    first, second = (states(out / folder / "trained") for folder in (name, f"{name}-own"))
+    assert actual == expected
+    first, second = (states(out / folder / "trained") for folder in folders)
     assert first.keys() == second.keys()
     assert [place for place in first if first[place] != second[place]] == []
 
