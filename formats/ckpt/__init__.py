@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckpt.findings import verify
     from ckpt.following.follower import Follower
     from ckpt.job import Job, save
-    from ckpt.opening import open
+    from ckpt.opening import checkpoints, from_state_dict, open
     from ckpt.pipeline import Resources
     from ckpt.pipeline.targets import clean
     from ckpt.publishing.publish import publish
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from ckpt_formats.engines.safetensors import Safetensors
     from ckpt_formats.engines.torch_save import Torch
     from ckpt_formats.universal import Universal
+
+    __version__: str
 
 _NAMESPACES = ("errors", "ext", "partial", "planning", "types")
 """Modules with further names."""
@@ -79,7 +81,11 @@ _NAMES = {
         "Job",
         "save",
     ),
-    "ckpt.opening": ("open",),
+    "ckpt.opening": (
+        "checkpoints",
+        "from_state_dict",
+        "open",
+    ),
     "ckpt.pipeline": ("Resources",),
     "ckpt.pipeline.targets": ("clean",),
     "ckpt.publishing.publish": ("publish",),
@@ -150,6 +156,7 @@ __all__ = [
     "WritableFormat",
     "average",
     "check",
+    "checkpoints",
     "clean",
     "convert_lora",
     "copy",
@@ -158,6 +165,7 @@ __all__ = [
     "errors",
     "ext",
     "follow_copy",
+    "from_state_dict",
     "merge",
     "merge_lora",
     "open",
@@ -176,6 +184,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("ckpt_formats.core.version").VERSION
     if name in _NAMESPACES:
         return import_module(f"ckpt.{name}")
     if name not in _WHERE:

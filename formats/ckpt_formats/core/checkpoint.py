@@ -373,14 +373,25 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
 
         return edits.rename(self, names)
 
-    def replace(self, arrays: Mapping[str, Any]) -> "Checkpoint":
+    def replace(self, arrays: Mapping[str, Any], *, new_names: bool = False, new_shapes: bool = False) -> "Checkpoint":
         """Other values for weights: arrays of the same shapes, of any dtype. Their optimizer states are dropped.
 
-        Raises `NoMatchError` for a name that no parameter has, `InvalidArgumentError` for another shape.
+        With `new_names`, a name that no parameter has becomes a new parameter; with `new_shapes`, arrays may have other
+        shapes. Raises `NoMatchError` and `InvalidArgumentError` where this is not allowed.
         """
         from ckpt_formats.core import edits
 
-        return edits.replace_values(self, arrays)
+        return edits.replace_values(self, arrays, new_names, new_shapes)
+
+    def missing_in(self, model: Any) -> list[str]:
+        """Return the names of weights and buffers that a model does not have: torch calls them unexpected keys.
+
+        `model` is a module of torch, a state dict, another checkpoint, or names. `ckpt.check` compares both ways, and
+        shapes.
+        """
+        keys = model.state_dict() if hasattr(model, "state_dict") and not isinstance(model, Checkpoint) else model
+        known = {*keys, *getattr(keys, "aliases", ())}
+        return [name for name in dict.fromkeys((*self, *self.aliases)) if name not in known]
 
     def state_dict(self, *, mmap: bool = False) -> "dict[str, TorchTensor]":
         """Return the model's weights and buffers as tensors of torch by name, for `module.load_state_dict(...)`.

@@ -216,24 +216,33 @@ def rename(source: Checkpoint, names: Mapping[str, str] | Callable[[str], str]) 
     return renamed
 
 
-def replace_values(source: Checkpoint, arrays: Mapping[str, Any]) -> Checkpoint:
+def replace_values(
+    source: Checkpoint, arrays: Mapping[str, Any], new_names: bool = False, new_shapes: bool = False
+) -> Checkpoint:
     """See `Checkpoint.replace`."""
-    check_together(source, {source.aliases.get(key, key) for key in arrays}, "replaced")
+    names = {source.aliases.get(key, key) for key in arrays}
+    check_together(source, {name for name in names if name in source.parameters}, "replaced")
     parameters, digests = dict(source.parameters), dict[str, str]()
     dropped: set[str] = set()
     for key, given in arrays.items():
         name, values = source.aliases.get(key, key), np.array(given, order="C")
-        if name not in parameters:
-            raise NoMatchError(f"no parameter is called `{printable(key)}`", hint="`ckpt inspect` lists their names.")
-        parameter = parameters[name]
-        if values.shape != parameter.weight.shape:
+        parameter = parameters.get(name)
+        if parameter is None and not new_names:
+            what, hint = f"no parameter is called `{printable(key)}`", "To add parameters, give new_names=True."
+            raise NoMatchError(what, hint=f"`ckpt inspect` lists their names. {hint}")
+        if parameter is not None and values.shape != parameter.weight.shape and not new_shapes:
             shapes = f"{list(parameter.weight.shape)}, not {list(values.shape)}"
-            raise InvalidArgumentError(f"`{printable(name)}` has the shape {shapes}")
+            what = f"`{printable(name)}` has the shape {shapes}"
+            raise InvalidArgumentError(what, hint="To replace it all the same, give new_shapes=True.")
         if values.dtype not in DTYPES.values():
             raise InvalidArgumentError(f"`{printable(name)}`: no checkpoint holds elements of type {values.dtype}")
         values.flags.writeable = False
-        parameters[name] = replace(parameter, states={MODEL: Tensor.of(ArrayBlob(values))}, values={})
-        digests[name] = f"{values.dtype} {blake2b(values.tobytes(), digest_size=16).hexdigest()}"
+        states = {MODEL: Tensor.of(ArrayBlob(values))}
+        if parameter is None:
+            parameters[name] = Parameter(name, "parameter", states)
+        else:
+            parameters[name] = replace(parameter, states=states, values={})
+        digests[name] = f"{values.dtype} {list(values.shape)} {blake2b(values.tobytes(), digest_size=16).hexdigest()}"
         dropped.add(name)
     groups = tuple(Group(g.options, tuple(n for n in g.names if n not in dropped)) for g in source.groups)
     return edited(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ckpt_formats.core.dtypes import DType
+from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import open_to_read, unreadable
 from ckpt_formats.core.geometry import block_of_key
@@ -54,6 +54,21 @@ def block_to_torch(
     mapped = None if files is None else files.array(tensor)
     values = checked_read(tensor.crop(box), identities) if mapped is None else mapped[box.index]
     return to_torch(values[(*remainder, ...)])
+
+
+def from_torch(tensor: TorchTensor) -> Array:
+    """Return the values of a tensor of torch as an array of its shape. In CPU memory, both share it.
+
+    Raises `UnsupportedError` for an element type that no checkpoint holds.
+    """
+    import torch
+
+    dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise UnsupportedError(f"no checkpoint holds elements of type {tensor.dtype}")
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    values: Array = flat.view(torch.uint8).numpy().view(dtype).reshape(tuple(tensor.shape))
+    return values
 
 
 def mapped_block(tensor: Tensor, key: Any, files: MappedFiles) -> Array | None:
