@@ -280,16 +280,19 @@ def mxfp4_of(values: Array, blocks: Array, scales: Array) -> None:
     values: (..., groups * 32) float32, without NaN; blocks: (..., groups, 16) uint8, scales: (..., groups) uint8, both
     filled.
     """
-    groups = values.reshape(*scales.shape, MX_BLOCK)
+    groups = np.ascontiguousarray(values).reshape(-1, MX_BLOCK)
     largest = np.abs(groups).max(-1)
-    exponent = np.where(largest > 0, np.frexp(np.where(largest > 0, largest, 1))[1] - 3, -127)
-    exponent = np.clip(exponent, -127, 127)
-    scaled = np.ldexp(groups, -exponent[..., None])
-    sizes = np.minimum(np.abs(scaled), 6)
-    bounds = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], FLOAT32)
-    codes = np.searchsorted(bounds, sizes, "left")
-    ties = (codes < 7) & (sizes == bounds[np.minimum(codes, 6)])
-    codes = codes + (ties & (codes % 2 == 1))
-    codes = (codes | np.where(np.signbit(scaled), 8, 0)).astype(np.uint8)
-    blocks[...] = codes[..., 0::2] | codes[..., 1::2] << 4
-    scales[...] = exponent + 127
+    exponents = np.maximum((largest.view(np.int32) >> 23) - 127 - 2, -127)
+    powers = np.ldexp(FLOAT32.type(1), -exponents)
+    scaled = groups * powers[:, None]
+    sizes = np.minimum(np.abs(scaled), FLOAT32.type(6))
+    # Codes of sizes below 2 are half a unit apart, those up to 4 a unit, those above two units.
+    is_middle, is_large = sizes >= 2, sizes >= 4
+    sizes *= FLOAT32.type(2)
+    np.multiply(sizes, FLOAT32.type(0.5), out=sizes, where=is_middle)
+    np.multiply(sizes, FLOAT32.type(0.5), out=sizes, where=is_large)
+    codes = np.rint(sizes).astype(np.uint8)
+    codes += (is_middle.view(np.uint8) + is_large.view(np.uint8)) << 1
+    codes |= np.signbit(scaled).view(np.uint8) << 3
+    blocks[...] = (codes[:, 0::2] | codes[:, 1::2] << 4).reshape(blocks.shape)
+    scales[...] = (exponents + 127).reshape(scales.shape)
