@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.options.combine import converted_experts
 from ckpt_cli.options.command import command, dry_run, resources
+from ckpt_cli.options.resize import resized
 from ckpt_cli.options.source import edits, renames, source
 from ckpt_cli.options.target import target
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 @command("convert")
 @source("source", accept_suspicious=True)
 @target("universal")
+@resized
 @edits
 @renames
 @converted_experts

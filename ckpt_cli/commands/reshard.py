@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ckpt_cli.options.command import command, dry_run, resources
+from ckpt_cli.options.resize import resized
 from ckpt_cli.options.source import renames, source
 from ckpt_cli.options.target import target
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 @command("reshard")
 @source("source", accept_suspicious=True)
 @target("the source's own")
+@resized
 @renames
 @dry_run
 @resources(scales_out=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ckpt.chains.compact import Retention
     from ckpt.chains.trials import Evaluation
     from ckpt.chains.write import DeltaPolicy
-    from ckpt.combine import average, convert_lora, ema_weights, merge, merge_lora
+    from ckpt.combine import average, convert_lora, ema_weights, merge, merge_lora, resize
     from ckpt.compare import diff
     from ckpt.compare.fitting import check
     from ckpt.compare.statistics import stats
@@ -63,6 +63,7 @@ _NAMES = {
         "ema_weights",
         "merge",
         "merge_lora",
+        "resize",
     ),
     "ckpt.compare": ("diff",),
     "ckpt.copying.copy": (
@@ -173,6 +174,7 @@ __all__ = [
     "planning",
     "publish",
     "publish_each",
+    "resize",
     "save",
     "seal",
     "stats",
