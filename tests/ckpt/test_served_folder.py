@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from ckpt.following import mapped_weights
 from ckpt.following import served as served_module
 from ckpt.following.follow import FollowEvent, follow_into
 from ckpt.following.served import RECORD, ServedFolder
@@ -53,7 +54,7 @@ def kinds(events: list[FollowEvent]) -> list[str]:
 def test_folder_serves_the_bits_of_each_step(
     run: PublishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served_module, "MAX_FILE_NBYTES", 1000)  # several files and an index
+    monkeypatch.setattr(mapped_weights, "MAX_FILE_NBYTES", 1000)  # several files and an index
     target = tmp_path / "served"
     for step in range(3, 7):
         if step > 3:
