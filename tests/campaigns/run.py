@@ -141,6 +141,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # of the processes that works start
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each would compile all modules anew
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix=f"{given.work}-"))
     with closing(WORKS[given.work].rounds(folder, given.seed)) as rounds:

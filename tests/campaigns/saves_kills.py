@@ -1,9 +1,9 @@
 """kill -9 while a live run is saved: is each published save whole, with the bits of its step, and does the run go on?
 
 A run of two ranks of DDP that nobody saves or kills notes a hash of its whole state after each step. Each round kills
-the trainers, the processes that write, or all of them, at a random moment. Afterwards each published save must pass
-`verify` and have the hash of its step. A new run that loads the newest one must go on with the hashes of all steps, and
-must leave nothing of the killed one.
+the trainers, the processes that write, or all of them, four times, at random moments. Afterwards each published save
+must pass `verify` and have the hash of its step. A new run that loads the newest one must go on with the hashes of all
+steps, and must leave nothing of the killed ones.
 
 `Saver` saves into a chain and into a folder, `dcp.save` into a folder, by `CkptWriter`; each also into a store, which
 is moto's server. torch is imported once; every run and each comparison is a fork of this process, which itself must
@@ -19,6 +19,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import ckpt
 from ckpt.chains.verify import verify_chain
+from ckpt.chains.write import DeltaPolicy
 from ckpt.pipeline import Execution
 from ckpt_formats.stores.location import source_path
 from ckpt_formats.universal import manifest
@@ -41,7 +43,7 @@ from object_stores import BUCKET, moto, reached
 from recording_kills import SECONDS, Progress, _arrays, _lives, _restored, forked, hash_of, waited
 from run import Round, alternated
 
-STEPS, WIDTH, EVERY = 40, 200, 2
+STEPS, WIDTH, EVERY, KILLS = 40, 200, 2, 4
 VICTIMS = ("trainers", "one trainer", "writers", "one writer", "everything")
 
 
@@ -83,12 +85,20 @@ class Net(nn.Module):
 
 
 def train(
-    rank: int, work: Path, path: str | None, progress: Progress, source: str | None = None, by_dcp: bool = False
+    rank: int,
+    work: Path,
+    path: str | None,
+    progress: Progress,
+    life: int = 0,
+    source: str = "",
+    by_dcp: bool = False,
 ) -> None:
-    """One rank. It writes hashes of its steps; with a path, it is saved there; with `source`, it goes on from it."""
+    """One rank. It notes hashes of its steps; with a path, it is saved there; with `source`, it goes on from it.
+
+    `life`: how often the run was started before.
+    """
     torch.set_num_threads(1)
-    meeting = work / f"meet-{'again' if source is not None else 'first'}"
-    distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2)
+    distributed.init_process_group("gloo", f"file://{work / f'meet-{life}'}", rank=rank, world_size=2)
     torch.manual_seed(1)
     net = Net()
     model = nn.parallel.DistributedDataParallel(net)
@@ -96,14 +106,17 @@ def train(
     torch.manual_seed(10 + rank)
     hashes = {}
     step = 0 if not source else dcp_loaded(source, model, optimizer) if by_dcp else load(source, model, optimizer).step
-    saver = None if path is None or by_dcp else Saver(model, optimizer, path, memory=1 << 18, stall_seconds=5.0)
+    saver = None
+    if path is not None and not by_dcp:
+        policy = DeltaPolicy(base_every=5) if is_chain(path) else None
+        saver = Saver(model, optimizer, path, policy=policy, memory=1 << 18, stall_seconds=5.0)
     assert step is not None
     while step < STEPS:
         optimizer.zero_grad()
         model(torch.randn(6, WIDTH)).square().mean().backward()
         optimizer.step()
         step += 1
-        if source is not None or path is None:
+        if life or path is None:
             hashes[step] = hash_of(_arrays(net, optimizer))
         if path is not None:
             if step % EVERY == 0 and saver is not None:
@@ -112,7 +125,7 @@ def train(
                 dcp.save(state_dict(model, optimizer), storage_writer=CkptWriter(f"{path}/step-{step:08d}", step=step))
             progress.say(rank, 2, (saver and saver.writer_pid) or 0)
             progress.say(rank, 1, step)
-            time.sleep(0.01 if source is None else 0)
+            time.sleep(0.01)
     if saver is not None:
         saver.close()
     (work / f"hashes-{rank}.json").write_text(json.dumps(hashes))
@@ -136,19 +149,47 @@ def dcp_loaded(source: str, model: nn.Module, optimizer: torch.optim.Optimizer) 
     return reader.loaded.step
 
 
-def one_round(root: Path, truth: dict[int, str], target: Target, victims: str, rng: random.Random) -> dict[str, int]:
-    """Run, kill, compare, go on. Raises AssertionError if anything is not as it must be."""
-    work = Path(tempfile.mkdtemp(dir=root))
-    path, progress = target.within(work), Progress()
+def one_round(root: Path, truth: dict[int, str], target: Target, victims: str, rng: random.Random) -> Counter[str]:
+    """Run, kill, compare, go on; several times. Raises AssertionError if anything is not as it must be.
 
-    def ranks_of(goes_to: str, source: str | None = None) -> list[int]:
-        runs = [partial(train, rank, work, goes_to, progress, source, target.by_dcp) for rank in range(2)]
-        return [forked(run, work / "output") for run in runs]
-
-    ranks = ranks_of(path)
+    A killed trainer ends its life, and the next life goes on from the newest save; writers are killed several times in
+    one life, and the next save starts others. The last life is not killed.
+    """
+    work, seen, newest = Path(tempfile.mkdtemp(dir=root)), Counter[str](), 0
+    moments = sorted(rng.sample(range(EVERY, STEPS), KILLS))
+    lives = [*([moments] if "writer" in victims else [[moment] for moment in moments]), []]
+    path = target.within(work)
     try:
-        deadline = time.monotonic() + SECONDS
-        moment = rng.randrange(EVERY, STEPS)
+        for life, kills in enumerate(lives):
+            if life and not newest:  # a chain only grows, so a run that begins anew needs another one
+                path = target.within(work, f"again-{life}")
+            by_step = newest and (target.by_dcp or is_chain(path))
+            source = source_of(path, newest) if by_step else path if newest else ""
+            seen["kills"] += _lived(target, work, life, path, source, kills, victims, rng)
+            steps, left = compared(target, path, truth, work, newest if kills else 0)
+            newest = max([newest, *steps])
+            seen.update({"saves, same bits": len(steps), "while one was written": bool(left)})
+        assert newest == STEPS, newest
+        assert not left, f"left: {left}"
+        for rank in range(2):
+            hashes = json.loads((work / f"hashes-{rank}.json").read_text())
+            assert all(truth[int(step)] == digest for step, digest in hashes.items()), "the run goes on with other bits"
+    except BaseException as error:
+        raise AssertionError(
+            f"{target}, {victims}: {error!r} in {work}\n{(work / 'output').read_text()[-3000:]}"
+        ) from error
+    shutil.rmtree(work)
+    return seen
+
+
+def _lived(
+    target: Target, work: Path, life: int, path: str, source: str, kills: list[int], victims: str, rng: random.Random
+) -> int:
+    """Run two ranks to their end or until they are killed, at these steps. Returns the number of kills."""
+    progress, count = Progress(), 0
+    runs = [partial(train, rank, work, path, progress, life, source, target.by_dcp) for rank in range(2)]
+    ranks, deadline = [forked(run, work / "output") for run in runs], time.monotonic() + SECONDS
+    for moment in kills:
         while (len(progress.writers()) < 2 and not target.by_dcp) or min(progress.done()) < moment:
             assert time.monotonic() < deadline, "the run hangs"
             time.sleep(0.001)
@@ -161,44 +202,36 @@ def one_round(root: Path, truth: dict[int, str], target: Target, victims: str, r
             "one writer": writers and [rng.choice(writers)],
             "everything": [*ranks, *writers],
         }[victims]
-        for pid in rng.sample(killed, len(killed)):
-            if pid in ranks or _lives(pid):
-                os.kill(pid, signal.SIGKILL)
-        codes = waited(ranks)
-        while any(map(_lives, progress.writers())):
-            assert time.monotonic() < deadline, "a writer does not end"
-            time.sleep(0.003)
-        assert "writer" not in victims or codes == [0, 0], f"training ended with {codes}"
-        steps, left = compared(target, path, truth, work)
-        # A chain only grows, so a run that begins anew needs another one.
-        goes_on = path if steps else target.within(work, "again")
-        source = "" if not steps else source_of(path, steps[-1]) if target.by_dcp or is_chain(path) else path
-        assert waited(ranks_of(goes_on, source)) == [0, 0]
-        for rank in range(2):
-            hashes = json.loads((work / f"hashes-{rank}.json").read_text())
-            assert all(truth[int(step)] == digest for step, digest in hashes.items()), "the run goes on with other bits"
-        after, left_after = compared(target, goes_on, truth, work)
-        assert after[-1] == STEPS, after
-        assert not left_after, f"left: {left_after}"
-    except BaseException as error:
-        raise AssertionError(
-            f"{target}, {victims}: {error!r} in {work}\n{(work / 'output').read_text()[-3000:]}"
-        ) from error
-    shutil.rmtree(work)
-    return {"kills": 1, "saves, same bits": len(steps), "while one was written": bool(left)}
+        living = [pid for pid in rng.sample(killed, len(killed)) if pid in ranks or _lives(pid)]
+        for pid in living:
+            os.kill(pid, signal.SIGKILL)
+        count += bool(living)
+    codes = waited(ranks)
+    while any(map(_lives, progress.writers())):
+        assert time.monotonic() < deadline, "a writer does not end"
+        time.sleep(0.003)
+    assert (kills and "writer" not in victims) or codes == [0, 0], f"training ended with {codes}"
+    return count
 
 
-def compared(target: Target, path: str, truth: dict[int, str], work: Path) -> tuple[list[int], list[str]]:
-    """The steps that were published, and what is there of others. Each must be whole, and have the hash of its step."""
+def compared(
+    target: Target, path: str, truth: dict[int, str], work: Path, after: int = 0
+) -> tuple[list[int], list[str]]:
+    """The steps after `after` that were published, and what is there of unpublished ones.
+
+    Each must have the hash of its step, and, with `after=0`, pass `verify`.
+    """
     result = work / "compared.json"
     result.unlink(missing_ok=True)
-    code = forked(lambda: result.write_text(json.dumps(_compared(target, path, truth))) and None, work / "output")
+    code = forked(
+        lambda: result.write_text(json.dumps(_compared(target, path, truth, after))) and None, work / "output"
+    )
     assert waited([code]) == [0], "a published save is not as it must be"
     steps, left = json.loads(result.read_text())
     return steps, left
 
 
-def _compared(target: Target, path: str, truth: dict[int, str]) -> tuple[list[int], list[str]]:
+def _compared(target: Target, path: str, truth: dict[int, str], after: int) -> tuple[list[int], list[str]]:
     folder = source_path(path)
     names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
     left = [name for name in names if name.startswith(".step-")]
@@ -207,14 +240,15 @@ def _compared(target: Target, path: str, truth: dict[int, str]) -> tuple[list[in
     if is_chain(path):
         if chain_file.NAME not in names:
             return [], left
-        assert verify_chain(folder, Execution(workers=1)).findings == ()
+        assert after or verify_chain(folder, Execution(workers=1)).findings == ()
         steps = [member.step for member in chain_file.load(folder / chain_file.NAME).members]
     else:
         folders = [name for name in names if name.startswith("step-")]
         steps = sorted(int(name[5:]) for name in folders if (folder / name / manifest.NAME).is_file())
+    steps = [step for step in steps if step > after]
     opened = {step: ckpt.open(source_of(path, step)) for step in steps}
     for step, checkpoint in opened.items():
-        assert is_chain(path) or ckpt.verify(checkpoint).ok
+        assert after or is_chain(path) or ckpt.verify(checkpoint).ok
         assert hash_of(_restored(checkpoint)) == truth[step], step
     return steps, left
 
