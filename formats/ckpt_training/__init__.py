@@ -6,6 +6,8 @@ Names are imported on first use, because the writer process does not need torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ckpt_formats.core.gc_pause import gc_paused
+
 if TYPE_CHECKING:
     from ckpt_training.dcp.reader import CkptReader
     from ckpt_training.dcp.writer import CkptWriter
@@ -54,4 +56,5 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"ckpt_training.{_MODULES[name]}"), name)
+    with gc_paused():  # else Python searches all objects of torch for garbage while it makes these classes
+        return getattr(import_module(f"ckpt_training.{_MODULES[name]}"), name)

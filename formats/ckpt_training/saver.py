@@ -1,16 +1,18 @@
 """Saving a live job: a snapshot while training goes on, and a checkpoint that appears whole or not at all."""
 
 import os
+import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from ckpt import Universal
+from ckpt import DCP, Universal
 from ckpt.chains.change import change
 from ckpt.chains.write import DeltaPolicy
 from ckpt.pipeline import Execution
@@ -23,6 +25,7 @@ from ckpt_formats.core.state_names import MODEL, from_stored
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.text import PARTIAL, STAGED
+from ckpt_formats.state_dicts.keys import NESTED, STYLES, StateKeys
 from ckpt_formats.stores.location import place_at, target_path
 from ckpt_formats.universal.boxes import RankBox
 from ckpt_formats.universal.chain import folder as chain_folder
@@ -39,6 +42,7 @@ from ckpt_training.snapshot import Snapshot, SnapshotContext, SnapshotThread
 from ckpt_training.writing.rank_notes import RankNotes
 from ckpt_training.writing.ring import Ring
 from ckpt_training.writing.save_orders import BeginSave, DropSave, SaveSettings, is_chain, path_of_step, row_of_box
+from ckpt_training.writing.then_job import ThenJob
 
 _SLOTS = 4
 _LEAST_SLOT = 1 << 16
@@ -69,13 +73,28 @@ class SaveResult:
     skipped: str | None = None
 
 
+@dataclass(eq=False)
+class JobState:
+    """The job after a save. `ended` is set once `error` is known."""
+
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: str | None = None
+
+    def end(self, error: str | None) -> None:
+        """Note how it ended. `error`: why it failed; None if it did not."""
+        self.error = error
+        self.ended.set()
+
+
 class SaveHandle:
     """A save that may still be in progress. Threads may share it."""
 
-    def __init__(self, step: int, snapshot: Snapshot | None, skipped: SaveResult | None = None) -> None:
+    def __init__(
+        self, step: int, snapshot: Snapshot | None, skipped: SaveResult | None = None, job: JobState | None = None
+    ) -> None:
         self.step = step
-        self._snapshot, self._skipped = snapshot, skipped
-        self._was_raised = False
+        self._snapshot, self._skipped, self._job = snapshot, skipped, job
+        self._was_raised = self._was_job_raised = False
 
     def done(self) -> bool:
         """Return whether the save has ended: published, failed or skipped."""
@@ -90,6 +109,22 @@ class SaveHandle:
             raise TimeoutError(f"step {self.step} is still being saved after {timeout:g} s")
         result = self.result
         assert result is not None
+        return result
+
+    def wait_then(self, timeout: float | None = None) -> SaveResult:
+        """Wait until the job that follows the save has ended, at most `timeout` seconds for each of both.
+
+        Returns the result of the save. On other ranks than the first, and without `then`, it only waits for the save.
+
+        Raises as `wait`, and `OutputError` if the job failed; the save is published then.
+        """
+        result = self.wait(timeout)
+        if self._job is not None and not self._job.ended.wait(timeout):
+            raise TimeoutError(f"the job after step {self.step} is still in progress after {timeout:g} s")
+        error = self._job_error()
+        if error is not None:
+            self._was_job_raised = True
+            raise error
         return result
 
     @property
@@ -107,7 +142,24 @@ class SaveHandle:
         """Return the error if nobody has seen it yet. From now on it counts as seen."""
         error = None if self._snapshot is None or not self._snapshot.ended.is_set() else self._snapshot.error
         is_new, self._was_raised = not self._was_raised, True
-        return error if is_new else None
+        if is_new and error is not None:
+            return error
+        of_job = self._job_error()
+        is_new, self._was_job_raised = not self._was_job_raised, of_job is not None
+        return of_job if is_new else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be known of it, or of the job after it."""
+        is_published = self._snapshot is not None and self._snapshot.error is None
+        return self.done() and not (is_published and self._job is not None and not self._job.ended.is_set())
+
+    def _job_error(self) -> OutputError | None:
+        """The error of the job after the save; None if it has not failed yet."""
+        if self._snapshot is None or self._job is None or self._job.error is None:
+            return None
+        what = f"step {self.step} is saved, but the job after it failed: {self._job.error}"
+        return OutputError(what, where=self._snapshot.result["path"])
 
 
 class Saver(SnapshotContext):
@@ -124,12 +176,13 @@ class Saver(SnapshotContext):
         optimizer: Any,
         target: str | os.PathLike[str],
         *,
-        format: Universal | None = None,
+        format: Universal | DCP | None = None,
         policy: DeltaPolicy | None = None,
         in_flight: int = 1,
         when_slow: Literal["wait", "skip"] = "wait",
         memory: int = 256 << 20,
         stall_seconds: float = 600.0,
+        then: Callable[..., object] | None = None,
         **parts: Any,
     ) -> None:
         """Plan what each rank saves. All ranks must do so together.
@@ -139,13 +192,17 @@ class Saver(SnapshotContext):
             optimizer: Its optimizer, or a list of them; None for a DeepSpeed engine.
             target: A chain (`run.chain`), which gets a member for each save, or a folder, which gets a checkpoint
                 `step-NNNNNNNN` for each. All ranks must see it under this path.
-            format: How checkpoints in a folder are stored; None: plain, `Universal()`.
+            format: How checkpoints in a folder are stored: `Universal()`, or `DCP()`, which torch's `dcp.load` reads,
+                too. None: plain, `Universal()`.
             policy: How members of a chain are stored. No codec that loses values.
             in_flight: The number of saves that may be in progress. In a chain, the copy of a save begins when the one
                 before is published.
             when_slow: If so many are in progress: `wait` for the first of them, or `skip` the save.
             memory: The bytes of memory for values on their way to the disk, on each rank.
             stall_seconds: How long a rank waits for another one before a save fails.
+            then: A function of a module, or a `functools.partial` of one with keyword arguments that are plain. After
+                each published save, a process beside rank 0 calls it with the path or URL of the save, one save after
+                another. Its failure is that of `wait_then` of the handle, and leaves the save as it is.
             parts: What else is saved, by name: anything with a `state_dict`, such as a scheduler or a loader, and plain
                 values. A checkpoint has them as extras.
 
@@ -158,9 +215,13 @@ class Saver(SnapshotContext):
         _check(format, policy, in_flight, when_slow, memory, is_chain(self._target))
         self._in_flight, self._when_slow, self._parts = in_flight, when_slow, parts
         self._handles: list[SaveHandle] = []
+        self._jobs: dict[int, JobState] = {}
+        """Those of saves that have not ended, by step."""
         self._is_closed, self._random = False, RandomStates()
         rank, world = ranks.rank_and_world()
+        self._has_jobs = then is not None and rank == 0
         with ranks.together():
+            job = None if then is None else ThenJob.of(then)
             check_initialized(model)
             self._run = tracked_run(model, optimizer, rank, has_begun=False)
         self._plan = agree(self._run)
@@ -177,7 +238,9 @@ class Saver(SnapshotContext):
                 rank=rank,
                 ranks=world,
                 token=self._plan.token,
-                codec=AUTO if in_chain else (None if format is None else format.codec),
+                codec=AUTO if in_chain else format.codec if isinstance(format, Universal) else None,
+                dcp_keys=_keys_of(format).to_json() if isinstance(format, DCP) else None,
+                then=None if job is None else [job.function, job.arguments],
                 deltas=in_chain,
                 base_every=policy.base_every,
                 check=policy.check if in_chain else False,
@@ -188,7 +251,7 @@ class Saver(SnapshotContext):
 
         device = next((one.tensor.device for one in self._run.tensors), torch.device("cpu"))
         ring = Ring(max(memory // _SLOTS, _LEAST_SLOT), _SLOTS)
-        self._thread = SnapshotThread(settings, ring, device)
+        self._thread = SnapshotThread(settings, ring, device, answered=partial(_end_job, self._jobs))
         self._unclosed = weakref.finalize(self, self._thread.close, 0.0)
         self._unclosed.atexit = False
         wait = self._thread.wait_copied
@@ -220,8 +283,9 @@ class Saver(SnapshotContext):
             return self._refused(step, error)
         except Exception as error:  # whatever a state_dict of the user raises
             return self._refused(step, UnsupportedError(f"{type(error).__name__}: {error}"))
+        job = self._jobs.setdefault(step, JobState()) if self._has_jobs else None
         self._thread.begin(snapshot)
-        handle = SaveHandle(step, snapshot)
+        handle = SaveHandle(step, snapshot, job=job)
         self._handles.append(handle)
         return handle
 
@@ -234,7 +298,8 @@ class Saver(SnapshotContext):
             hook.remove()
         self._unclosed.detach()
         if not self._thread.close(self._stall_seconds + 60.0):
-            warnings.warn(f"{self._target}: the last save is still in progress", SaverWarning, stacklevel=2)
+            what = "the last save, or the job after it," if self._has_jobs else "the last save"
+            warnings.warn(f"{self._target}: {what} is still in progress", SaverWarning, stacklevel=2)
         self._warn_of_failures()
 
     @torch.no_grad()
@@ -349,7 +414,16 @@ class Saver(SnapshotContext):
         for one in [one for one in self._handles if one.done()]:
             if (error := one.unseen_error()) is not None:
                 warnings.warn(str(error), SaverWarning, stacklevel=4)
-            self._handles.remove(one)
+            if one.is_over:
+                self._handles.remove(one)
+
+
+def _end_job(jobs: dict[int, JobState], fields: Mapping[str, Any]) -> None:
+    """Take what the process reports of a job, or of a save after which none runs."""
+    if "job_error" in fields or "error" in fields:
+        job = jobs.pop(fields["step"], None)
+        if job is not None:
+            job.end(fields.get("job_error"))
 
 
 def _is_url(target: str | os.PathLike[str]) -> bool:
@@ -357,7 +431,12 @@ def _is_url(target: str | os.PathLike[str]) -> bool:
 
 
 def _check(
-    format: Universal | None, policy: DeltaPolicy | None, in_flight: int, when_slow: str, memory: int, in_chain: bool
+    format: Universal | DCP | None,
+    policy: DeltaPolicy | None,
+    in_flight: int,
+    when_slow: str,
+    memory: int,
+    in_chain: bool,
 ) -> None:
     if in_flight < 1:
         raise InvalidArgumentError(f"in_flight={in_flight}: at least one save must be able to be in progress")
@@ -365,15 +444,26 @@ def _check(
         raise InvalidArgumentError(f'when_slow={when_slow!r:.40} is neither "wait" nor "skip"')
     if memory < _SLOTS * _LEAST_SLOT:
         raise InvalidArgumentError(f"memory={memory}: a save needs at least {_SLOTS * _LEAST_SLOT} bytes")
-    if format is not None and (in_chain or type(format) is not Universal):
+    if format is not None and (in_chain or type(format) not in (Universal, DCP)):
         raise UnsupportedError(
             "members of a chain are stored as `policy` says" if in_chain else f"saves in {type(format).__name__}",
-            hint="Save into a folder with Universal(), and convert what you need.",
+            hint="Save into a folder with Universal() or DCP(), and convert what you need.",
         )
+    if isinstance(format, DCP):
+        if (format.dp, format.tp, format.rules) != (None, None, ()):
+            raise InvalidArgumentError("the ranks of the run write what they have", hint="Leave out dp, tp and rules.")
+        if format.keys == "accelerate" or _keys_of(format).megatron_fsdp:
+            raise UnsupportedError(
+                f"saves with keys={format.keys!r}", hint="Save with other keys, and convert what you need."
+            )
     if policy is not None and not in_chain:
         raise InvalidArgumentError("`policy` is for chains", hint="Name a target that ends in .chain.")
     if policy is not None and (not policy.delta_codec.lossless or policy.evaluation or policy.partial or policy.tip):
         raise UnsupportedError("a live run is saved without loss, whole, and without a tip", where="policy")
+
+
+def _keys_of(format: DCP) -> StateKeys:
+    return STYLES[format.keys] if isinstance(format.keys, str) else format.keys or NESTED
 
 
 def _prepare(target: Any) -> None:

@@ -155,6 +155,8 @@ class SnapshotThread:
         """The snapshots of which the process has not reported the end. Only the thread uses it."""
         self._dropped = set[int]()
         """The steps in which this rank takes no part, until the process answers. Only the thread uses it."""
+        self._followed = set[int]()
+        """The steps after which a job runs in the process. Only the thread uses it."""
         self._link: WriterLink | None = None
         self._broken = ""
         """Why the process could not be started."""
@@ -197,7 +199,7 @@ class SnapshotThread:
         while True:
             try:
                 self._start()
-                is_due = self._flight or self._dropped
+                is_due = self._flight or self._dropped or self._followed
                 task = self._todo.get(timeout=_LOOK_SECONDS) if is_due else self._todo.get()
                 if task is None:
                     break
@@ -210,8 +212,10 @@ class SnapshotThread:
         while self._flight:
             time.sleep(_LOOK_SECONDS)
             self._look()
-        if self._link is not None:
-            self._link.close()
+        if (link := self._link) is not None:
+            link.close()
+            self._take(link)
+            self._give_up_jobs("its process has ended")
 
     def _start(self) -> None:
         """Start the process, if there is none that works."""
@@ -260,6 +264,7 @@ class SnapshotThread:
             self.order(self._task.drop(one, reason), one.step)  # another process tells the other ranks
         self._flight.clear()
         self._dropped.clear()
+        self._give_up_jobs(reason)
         link, self._link = self._link, None
         if link is not None:
             link.close()
@@ -271,7 +276,7 @@ class SnapshotThread:
             return
         try:
             link.check()
-            if (self._flight or self._dropped) and not link.is_alive:
+            if (self._flight or self._dropped or self._followed) and not link.is_alive:
                 link.check()
                 raise WriterBroken(f"the process that writes {self._task.noun} has ended")
         except WriterBroken as error:
@@ -284,7 +289,13 @@ class SnapshotThread:
         while link.messages:
             word, rest = link.messages.popleft()
             fields = json.loads(rest)
+            if word == "then":
+                self._followed.discard(fields["step"])
+                self._answered(fields)
+                continue
             self._dropped.discard(fields["step"])
+            if fields.get("has_job"):
+                self._followed.add(fields["step"])
             self._answered(fields)
             own = next((one for one in self._flight if one.step == fields["step"]), None)
             if own is None:
@@ -294,6 +305,11 @@ class SnapshotThread:
                 own.end(result=fields)
             else:
                 own.end(IncompleteError(self._failure(own.step, fields["error"]), where=self._settings.target))
+
+    def _give_up_jobs(self, reason: str) -> None:
+        for step in self._followed:
+            self._answered({"step": step, "job_error": reason})
+        self._followed.clear()
 
     def _failure(self, step: int, reason: str) -> str:
         return f"step {step} is not {self._task.participle}: {reason}"

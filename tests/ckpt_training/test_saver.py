@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ckpt_formats.core.errors import CkptError, InvalidArgumentError, OutputErro
 from ckpt_formats.core.tensor import read
 from ckpt_training import Saver, SaverWarning, copies, load
 from ckpt_training.copies import HostCopies
+from saving_jobs import follow
 from saving_jobs.model import Model
 
 SECONDS = 60.0
@@ -63,6 +65,8 @@ class Run:
 
     def saver(self, target: Path, **options: Any) -> Saver:
         options = {"memory": 1 << 18, "stall_seconds": SECONDS, **options}  # slots of 64 KiB
+        if target.name == "items":
+            options["format"] = ckpt.DCP()
         return Saver(self.model, self.optimizer, target, scheduler=self.scheduler, **options)
 
     def check(self, checkpoint: ckpt.Checkpoint) -> None:
@@ -117,6 +121,7 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"chain.lock", "chain.json"}
 
 
+@pytest.mark.parametrize("target", ["saves", "run.chain", "items"], indirect=True)
 def test_every_save_is_the_state_of_its_step_and_a_run_goes_on_from_it(run: Run, target: Path) -> None:
     """The first save is before the first step, so that the optimizer has no states yet."""
     run.truth[0] = run.state()
@@ -292,6 +297,24 @@ def test_a_part_without_a_state_fails_its_save_and_a_saved_step_is_not_replaced(
         saver.save(3)
 
 
+def test_a_job_follows_each_save_and_its_failure_leaves_the_save_as_it_is(run: Run, tmp_path: Path) -> None:
+    target = tmp_path / "saves"
+    with pytest.warns(SaverWarning, match="step 12 is saved, but the job after it failed: ValueError: no step 2"):
+        with run.saver(target, then=partial(follow.note, suffix=".txt")) as saver:
+            assert saver.save(0).wait_then(SECONDS).step == 0
+            for step, reason in ((2, "ValueError: no step 2"), (3, "its process has ended with 7")):
+                run.step()
+                handle = saver.save(step)
+                with pytest.raises(OutputError, match=f"step {step} is saved, but the job after it failed: {reason}"):
+                    handle.wait_then(SECONDS)
+                assert handle.wait(SECONDS).kind == "base"
+                assert findings(target, step) == []
+            saver.save(12)
+            saver.save(5)
+    assert names_in(target) == {*(f"step-{n:08d}" for n in (0, 2, 3, 5, 12)), "step-00000000.txt", "step-00000005.txt"}
+    assert int((target / "step-00000005.txt").read_text()) == len(names_in(target / "step-00000005"))
+
+
 def test_bases_of_a_chain_come_as_its_policy_says(run: Run, tmp_path: Path) -> None:
     kinds = []
     with run.saver(tmp_path / "run.chain", policy=DeltaPolicy(base_every=2)) as saver:
@@ -311,10 +334,23 @@ def test_options_that_cannot_be_are_refused(run: Run, tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             run.saver(tmp_path / "saves", **options)
+    for job, message in (
+        (lambda path: None, "another process cannot import"),
+        (partial(follow.note, "path"), "gets the path as its first argument"),
+        (partial(follow.note, suffix=b".txt"), "arguments that are not plain"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            run.saver(tmp_path / "saves", then=job)
     with pytest.raises(UnsupportedError, match="without loss"):
         run.saver(tmp_path / "run.chain", policy=DeltaPolicy("subspace:step_size=0.5"))
-    with pytest.raises(UnsupportedError, match="saves in DCP"):
-        run.saver(tmp_path / "saves", format=ckpt.DCP())
+    for form, message in (
+        (ckpt.DCP(keys="accelerate"), "keys='accelerate'"),
+        (ckpt.HuggingFace(), "saves in HuggingFace"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            run.saver(tmp_path / "saves", format=form)
+    with pytest.raises(InvalidArgumentError, match="the ranks of the run write"):
+        run.saver(tmp_path / "saves", format=ckpt.DCP(dp=2))
     assert names_in(tmp_path) == set()
 
 

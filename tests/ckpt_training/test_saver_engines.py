@@ -5,7 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckpt
 from ckpt.chains.verify import verify_chain
@@ -18,7 +23,17 @@ from saving_jobs.steps import STEPS
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
-KINDS = ("ddp:folder", "ddp:failing", "fsdp2:store", "hsdp_2x2", "fsdp1_flat_2x2", "zero1", "zero3", "megatron_fp16")
+KINDS = (
+    "ddp:folder",
+    "ddp:failing",
+    "fsdp2:store",
+    "fsdp2:dcpstore",
+    "hsdp_2x2",
+    "fsdp1_flat_2x2",
+    "zero1:dcp",
+    "zero3",
+    "megatron_fp16",
+)
 SCRIPT = Path(__file__).parents[1] / "jobs/saving_jobs/save.py"
 
 
@@ -34,9 +49,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("kind", [name.replace(":", "-") for name in KINDS if name != "ddp:failing"])
 def test_a_save_has_the_bits_of_the_engines_own_checkpoint(kind: str, saved: Path) -> None:
     folder = saved / kind
-    target = f"s3://{BUCKET}/{kind}/run.chain" if kind.endswith("-store") else f"{folder / 'run.chain'}"
-    is_chain = not kind.endswith("-folder")
-    path = f"{target}@{STEPS[1]}" if is_chain else folder / f"saves/step-{STEPS[1]:08d}"
+    is_chain = not kind.endswith(("-folder", "-dcp", "-dcpstore"))
+    place = f"s3://{BUCKET}/{kind}" if kind.endswith("store") else str(folder)
+    path = f"{place}/run.chain@{STEPS[1]}" if is_chain else f"{place}/saves/step-{STEPS[1]:08d}"
     save, own = ckpt.open(path), ckpt.open(folder / "engine")
 
     def values(checkpoint: ckpt.Checkpoint) -> dict[tuple[str, str], Any]:
@@ -60,6 +75,24 @@ def test_a_save_has_the_bits_of_the_engines_own_checkpoint(kind: str, saved: Pat
     assert log["kinds"] == (["base", "delta", "delta"] if is_chain else ["base"] * 3)
     if kind != "zero3":  # after its own load, too, DeepSpeed goes on with other bits
         assert log["resumed"] == log["losses"]
+
+
+def test_torch_loads_a_save_in_its_own_format_on_another_number_of_ranks(saved: Path, tmp_path: Path) -> None:
+    """Two ranks of ZeRO 1 have saved, whose partitions are ranges of elements; torch loads in one process."""
+    save = saved / f"zero1-dcp/saves/step-{STEPS[1]:08d}"
+    metadata = FileSystemReader(save).read_metadata()
+    tensors = {
+        name: torch.zeros(one.size, dtype=one.properties.dtype)
+        for name, one in metadata.state_dict_metadata.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    dcp.load(tensors, checkpoint_id=save, no_dist=True)
+    own = ckpt.open(saved / "zero1-dcp/engine")
+    for name, parameter in own.parameters.items():
+        if parameter.role == "parameter":
+            assert np.array_equal(tensors[f"model.{name}"].numpy(), read(parameter.states["master"]))
+            moment = tensors[f"optim.state.{name}.exp_avg"].numpy()
+            assert np.array_equal(moment, read(parameter.states["exp_avg"]))
 
 
 def test_a_rank_that_fails_fails_the_save_of_all_ranks_and_the_next_one_is_whole(saved: Path) -> None:

@@ -13,11 +13,13 @@ from ckpt.pipeline.scratch import scratch_folder
 from ckpt.pipeline.target import PUBLISHED
 from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.folder_place import FolderPlace
+from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.publish import flush, rename_new
 from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal.boxes import CheckpointNotes, PackReceipt, assemble
-from ckpt_training.writing.stored_packs import StoredPacks, upload_pack
+from ckpt_formats.universal.manifest import pack_file
+from ckpt_training.writing.stored_files import StoredFiles, upload
 
 
 class UnpublishedSave(ABC):
@@ -80,14 +82,17 @@ class UnpublishedObjects(UnpublishedSave):
 
     def __init__(self, target: StorePath, ranks: int) -> None:
         self.save, self.folder = uuid.uuid4().hex, str(target)
-        self._packs = StoredPacks(target, self.save, ranks, "dcp.save")
+        packs = [pack_file(number) for number in range(ranks)]
+        self._files = StoredFiles(target, self.save, packs, "universal", "dcp.save")
         self._stack = ExitStack()
-        self._stack.callback(self._packs.close)
-        self._stack.callback(self._packs.remove)
+        self._stack.callback(self._files.close)
+        self._stack.callback(self._files.remove)
 
     def publish(self, receipts: Sequence[PackReceipt], tags: Sequence[str], notes: CheckpointNotes) -> None:
-        self._packs.assemble(receipts, tags, notes)
-        self._packs.publish()
+        for receipt, tag in zip(receipts, tags, strict=True):
+            self._files.note(Receipt(pack_file(receipt.number), receipt.nbytes, (), {}, e_tag=tag))
+        assemble(self._files.workspace, receipts, notes, packs_elsewhere=True)
+        self._files.publish()
 
     def close(self) -> None:
         self._stack.close()
@@ -109,4 +114,4 @@ def write_pack(folder: str, write: Callable[[Path], PackReceipt]) -> tuple[PackR
     with scratch_folder(None) as scratch:
         (scratch / "packs").mkdir()
         receipt = write(scratch)
-        return receipt, upload_pack(target, scratch, receipt)
+        return receipt, upload(target, scratch, pack_file(receipt.number))

@@ -1,6 +1,6 @@
 """The orders of a trainer to the process that writes its saves."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,10 @@ class SaveSettings:
     """What all ranks of one Saver have in common, and no other Saver has."""
     codec: str | None
     """The codec of values that are in no delta; None: they are stored plain."""
+    dcp_keys: Mapping[str, Any] | None
+    """The keys of the state dicts of a DCP; None: saves are universal."""
+    then: Sequence[Any] | None
+    """The fields of the `ThenJob` after each published save; None: nothing follows."""
     deltas: bool
     base_every: int | None
     """A base after so many members of a chain; None: only the first save is one."""

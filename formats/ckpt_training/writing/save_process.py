@@ -4,7 +4,8 @@
 has a low priority. It reads the settings and then orders from its standard input (`save_orders`).
 
 It sends lines to the trainer: `ready`, `free` for each slot that may be used again, and after each save `saved JSON` or
-`failed JSON`. If the trainer is killed, a save whose values were all given is still published, any other is dropped.
+`failed JSON`; if a job follows a save, later `then JSON`. If the trainer is killed, a save whose values were all given
+is still published, any other is dropped.
 """
 
 import json
@@ -25,12 +26,14 @@ from ckpt.pipeline import Execution
 from ckpt.pipeline.scratch import scratch_folder
 from ckpt_codecs.delta import StepInfo
 from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, OutputError
+from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.store_path import is_remote
-from ckpt_formats.universal.boxes import PackReceipt, RankPack, RankValues
+from ckpt_formats.universal.boxes import RankPack, RankValues
 from ckpt_formats.universal.chain.chain_file import ChainIndex
 from ckpt_formats.universal.manifest import Manifest, Parent
 from ckpt_training.writing.rank_notes import RankNotes, merged
 from ckpt_training.writing.ring import Ring
+from ckpt_training.writing.save_formats import Deltas, RankFile, RankReceipt, format_of
 from ckpt_training.writing.save_orders import (
     SAVE_ORDERS,
     BeginSave,
@@ -43,6 +46,7 @@ from ckpt_training.writing.save_orders import (
 )
 from ckpt_training.writing.staged_save import FolderSave, SaveOutcome, StagedSave
 from ckpt_training.writing.stored_save import StoredSave
+from ckpt_training.writing.then_job import ThenJob
 from ckpt_training.writing.trainer_messages import OrderWriter, execute_orders, text_of
 
 _ORPHAN_SECONDS = 10.0
@@ -75,7 +79,7 @@ class OpenSave:
 
     step: int
     stage: StagedSave
-    pack: RankPack | None = None
+    file: RankFile[RankReceipt] | None = None
     against: PublishedSave | None = None
     """The save before, if there are deltas against it."""
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -100,6 +104,7 @@ class SaveWriter(OrderWriter):
             trainer,
             scratch,
         )
+        self._format = format_of(settings)
         self._open: OpenSave | None = None
         self._published: PublishedSave | None = None
         self._unseen: list[StagedSave] = []
@@ -107,6 +112,8 @@ class SaveWriter(OrderWriter):
         self._numbers = count()
         self._finishing = ThreadPoolExecutor(1)
         self._last: Future[None] | None = None
+        self._then = None if settings.then is None or settings.rank else ThenJob(*settings.then)
+        self._jobs = ThreadPoolExecutor(1)
         os.nice(_NICE)
         self._send("ready")
 
@@ -137,6 +144,7 @@ class SaveWriter(OrderWriter):
             time.sleep(0.02)
         for stage in self._unseen:
             stage.close(remove=True)
+        self._jobs.shutdown(wait=True)
 
     def _seconds(self) -> float:
         """How long to wait for another rank."""
@@ -144,7 +152,7 @@ class SaveWriter(OrderWriter):
 
     def _stage(self, step: int) -> StagedSave:
         kind = StoredSave if is_remote(self._settings.path) else FolderSave
-        return kind(self._settings, step, self._seconds, self._scratch)
+        return kind(self._settings, self._format, step, self._seconds, self._scratch)
 
     def _opened(self, order: BeginSave) -> OpenSave:
         if self._settings.deltas and self._last is not None:
@@ -162,16 +170,12 @@ class SaveWriter(OrderWriter):
             }
             if self._settings.deltas or self._settings.codec is not None:
                 save.values = self._scratch / f"values-{next(self._numbers)}"
-            save.pack = RankPack(
+            save.file = self._format.begin(
                 save.stage.data,
-                self._settings.rank,
                 [box_of_row(row) for row in order.boxes],
-                save=f"{self._settings.token}:{order.step}",
-                codec=self._settings.codec,
-                values=save.values,
-                earlier=None if save.against is None else save.against.values,
-                steps=steps,
-                check=self._settings.check,
+                f"{self._settings.token}:{order.step}",
+                save.values,
+                Deltas(None if save.against is None else save.against.values, steps),
             )
         except Exception as error:
             save.fail(error)
@@ -186,12 +190,12 @@ class SaveWriter(OrderWriter):
 
     def _write(self, order: WriteRuns) -> None:
         save = self._open
-        if save is None or save.pack is None or save.failure is not None:
+        if save is None or save.file is None or save.failure is not None:
             return
         slot = self._ring.slot(order.slot)
         try:
             for box, state, offset, begin, nbytes in order.runs:
-                save.pack.add(box, state, offset, slot[begin : begin + nbytes].data)
+                save.file.add(box, state, offset, slot[begin : begin + nbytes].data)
         except Exception as error:
             save.fail(error)
 
@@ -209,12 +213,12 @@ class SaveWriter(OrderWriter):
 
     def _finish(self, save: OpenSave, notes: bytes) -> None:
         """Write the rest, and take part in the publication. Reports how the save ended."""
-        receipt: PackReceipt | None = None
+        receipt: RankReceipt | None = None
         tag = ""
         try:
-            if save.failure is None and save.pack is not None:
-                receipt = save.pack.finish()
-                tag = save.stage.deliver(receipt)
+            if save.failure is None and save.file is not None:
+                receipt = save.file.finish()
+                tag = save.stage.deliver(self._format.file(self._settings.rank))
         except Exception as error:
             save.fail(error)
         outcome: SaveOutcome | None = None
@@ -239,30 +243,37 @@ class SaveWriter(OrderWriter):
             "step": save.step,
             "path": str(save.stage.target),
             "kind": "" if outcome is None else outcome.kind,
-            "nbytes": 0 if receipt is None else receipt.pack.nbytes,
+            "nbytes": 0 if receipt is None else receipt.nbytes,
             "cpu": time.process_time() - save.cpu,
+            "has_job": self._then is not None,
         }
         if published:
             self._send(f"saved {json.dumps(result)}")
+            if self._then is not None:
+                self._jobs.submit(self._follow, self._then, save.step, str(save.stage.target))
         else:
             self._send_failure(save.step, reason or "not known")
+
+    def _follow(self, job: ThenJob, step: int, path: str) -> None:
+        """Run the job after a published save, and report how it ended."""
+        self._send(f"then {json.dumps({'step': step, 'job_error': job.run(path)})}")
 
     def _remember(self, save: OpenSave, outcome: SaveOutcome | None) -> None:
         """Keep the values of a published save for the next one, and remove those that nothing needs any more."""
         before = self._published
         if outcome is None:  # nobody knows whether it was published: the next one begins anew
             self._published = None
-        elif outcome.content is not None and save.pack is not None and self._settings.deltas:
+        elif outcome.content is not None and isinstance(save.file, RankPack) and self._settings.deltas:
             deltas = 1 if outcome.kind == "base" or before is None else before.deltas + 1
-            values = save.pack.rank_values
+            values = save.file.rank_values
             self._published = PublishedSave(save.step, outcome.content, values, save.counts, deltas)
         needed = None if self._published is None else self._published.values.path
         for path in (save.values, None if before is None else before.values.path):
             if path is not None and path != needed:
                 path.unlink(missing_ok=True)
-        if save.pack is not None:
+        if save.file is not None:
             with suppress(Exception):
-                save.pack.__exit__(None, None, None)
+                save.file.__exit__(None, None, None)
 
     def _concluded(self, save: OpenSave) -> SaveOutcome:
         """The outcome of a save, which rank 0 states to all ranks."""
@@ -283,7 +294,7 @@ class SaveWriter(OrderWriter):
 
     def _publish(self, save: OpenSave) -> SaveOutcome:
         """Make a checkpoint of what all ranks have written, and publish it."""
-        stage, receipts, notes = save.stage, list[PackReceipt](), list[RankNotes]()
+        stage, receipts, notes = save.stage, list[RankReceipt](), list[RankNotes]()
         against, tags = set[str](), list[str]()
         for rank, body in enumerate(stage.receipts()):
             head, _, rest = body.partition(b"\n")
@@ -295,7 +306,7 @@ class SaveWriter(OrderWriter):
             tags.append(fields["tag"])
             line, _, receipt = rest.partition(b"\n")
             notes.append(RankNotes.from_bytes(line))
-            receipts.append(PackReceipt.from_bytes(receipt, stage.target))
+            receipts.append(self._format.receipt(receipt, stage.target))
         if len({one.step for one in notes}) > 1:
             raise InvalidArgumentError(f"ranks save different steps: {sorted({one.step for one in notes})}")
         before = self._published
@@ -304,12 +315,20 @@ class SaveWriter(OrderWriter):
         parent = None
         if against and before is not None:
             parent = Parent(before.content, f"../{path_of_step(self._settings.path, before.step).name}")
-        manifest = stage.assemble(receipts, tags, merged(notes, stage.target), parent)
-        if self._settings.is_chain:
+        files = [
+            Receipt(self._format.file(receipt.number), receipt.nbytes, (), {}, e_tag=tag)
+            for receipt, tag in zip(receipts, tags, strict=True)
+        ]
+        all_notes, elsewhere = merged(notes, stage.target), is_remote(self._settings.path)
+        assembled = stage.assemble(
+            files, lambda folder: self._format.assemble(folder, receipts, all_notes, parent, elsewhere=elsewhere)
+        )
+        manifest = assembled.manifest
+        if self._settings.is_chain and manifest is not None:
             self._append(stage, manifest)
         else:
             stage.publish()
-        return SaveOutcome(manifest.content, "base" if manifest.parent is None else "delta")
+        return SaveOutcome(assembled.content, "base" if manifest is None or manifest.parent is None else "delta")
 
     def _append(self, stage: StagedSave, manifest: Manifest) -> None:
         """Publish a save as the last member of the chain."""

@@ -22,18 +22,20 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ckpt.pipeline.folder_target import LOCK, make_staging, remove_staging, staging_folder
 from ckpt.pipeline.lease import hold
 from ckpt.pipeline.target import PUBLISHED
 from ckpt_formats.core.errors import IncompleteError, OutputError
 from ckpt_formats.core.folder_place import FolderPlace
+from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.place import Place
 from ckpt_formats.core.publish import flush, rename_new
-from ckpt_formats.universal.boxes import CheckpointNotes, PackReceipt, assemble
-from ckpt_formats.universal.manifest import Manifest, Parent
+from ckpt_training.writing.save_formats import SaveFormat
 from ckpt_training.writing.save_orders import SaveSettings, path_of_step
 
+A = TypeVar("A")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.2
 
 
@@ -54,6 +56,7 @@ class StagedSave(ABC):
     """The part of one rank in a save. `close` ends it."""
 
     settings: SaveSettings
+    format: SaveFormat[Any]
     step: int
     seconds: Callable[[], float]
     """Returns how long to wait for another rank that makes no progress."""
@@ -61,7 +64,7 @@ class StagedSave(ABC):
     """A folder of this process."""
     target: Path = field(init=False)
     data: Path = field(init=False)
-    """The folder in which this rank writes its pack."""
+    """The folder in which this rank writes its file."""
     stack: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -80,14 +83,12 @@ class StagedSave(ABC):
         """
 
     @abstractmethod
-    def deliver(self, receipt: PackReceipt) -> str:
-        """Let the pack of this rank be where the checkpoint has it. Returns its e_tag; empty in a file system."""
+    def deliver(self, file: str) -> str:
+        """Let the file of this rank be where the checkpoint has it. Returns its e_tag; empty in a file system."""
 
     @abstractmethod
-    def assemble(
-        self, receipts: Sequence[PackReceipt], tags: Sequence[str], notes: CheckpointNotes, parent: Parent | None
-    ) -> Manifest:
-        """Write what makes a checkpoint of the packs of all ranks."""
+    def assemble(self, files: Sequence[Receipt], write: Callable[[Path], A]) -> A:
+        """Write what makes a checkpoint of the files of all ranks. `write` gets the folder into which it writes."""
 
     @abstractmethod
     def publish(self) -> None:
@@ -175,15 +176,13 @@ class FolderSave(StagedSave):
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(file, b"\n")
-        (self.data / "packs").mkdir(parents=True, exist_ok=True)
+        self.data.mkdir(parents=True, exist_ok=True)
 
-    def deliver(self, receipt: PackReceipt) -> str:
+    def deliver(self, file: str) -> str:
         return ""
 
-    def assemble(
-        self, receipts: Sequence[PackReceipt], tags: Sequence[str], notes: CheckpointNotes, parent: Parent | None
-    ) -> Manifest:
-        return assemble(self.data, receipts, notes, parent)
+    def assemble(self, files: Sequence[Receipt], write: Callable[[Path], A]) -> A:
+        return write(self.data)
 
     def publish(self) -> None:
         """Rename the data to the target."""

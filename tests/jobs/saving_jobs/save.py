@@ -4,8 +4,8 @@ The kinds are those of `recording_jobs`. OUT/KIND/run.chain has what the Saver s
 OUT/KIND/engine what the engine saves at the second of them. OUT/KIND/log.json has the losses after the last one, of the
 run and of a new one that loads the save.
 
-KIND:folder saves into OUT/KIND-folder/saves, KIND:store into a bucket. Of KIND:failing,
-OUT/KIND-failing/messagesRANK.json has the messages of saves that fail.
+KIND:folder saves into OUT/KIND-folder/saves, KIND:store into a bucket; KIND:dcp and KIND:dcpstore do so in the format
+of torch. Of KIND:failing, OUT/KIND-failing/messagesRANK.json has the messages of saves that fail.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ sys.path.extend(str(Path(__file__).resolve().parents[2] / room) for room in ("jo
 import torch
 from torch import distributed
 
+import ckpt
 from ckpt_formats.core.errors import CkptError
 from ckpt_training import Saver, load
 from engines import ranks
@@ -39,8 +40,9 @@ def save(kind: Kind, out: Path, where: str) -> None:
     """Train and save; called in every rank."""
     run = start(kind)
     target = target_of(out, where)
-    handles = []
-    with Saver(run.model, run.optimizer, target, memory=1 << 20, stall_seconds=60.0, **parts_of(run)) as saver:
+    handles, parts = [], parts_of(run)
+    form = ckpt.DCP() if where.startswith("dcp") else None
+    with Saver(run.model, run.optimizer, target, format=form, memory=1 << 20, stall_seconds=60.0, **parts) as saver:
         for step in range(1, STEPS[-1] + 1):
             run.train(1)
             if step in STEPS:
@@ -55,7 +57,9 @@ def save(kind: Kind, out: Path, where: str) -> None:
 
 
 def target_of(out: Path, where: str) -> Any:
-    return f"s3://bucket/{out.name}/run.chain" if where == "store" else out / ("saves" if where else "run.chain")
+    if where.endswith("store"):
+        return f"s3://bucket/{out.name}/{'saves' if where.startswith('dcp') else 'run.chain'}"
+    return out / ("saves" if where else "run.chain")
 
 
 def fail(kind: Kind, out: Path, where: str) -> None:
@@ -90,7 +94,7 @@ def resume(kind: Kind, out: Path, where: str) -> None:
     log = json.loads((out / f"log{distributed.get_rank()}.json").read_text())
     run = start(kind, seed=1)
     target = target_of(out, where)
-    source: Any = f"{target}@{STEPS[-1]}" if str(target).endswith(".chain") else target / f"step-{STEPS[-1]:08d}"
+    source = f"{target}@{STEPS[-1]}" if str(target).endswith(".chain") else f"{target}/step-{STEPS[-1]:08d}"
     load(source, run.model, run.optimizer, **parts_of(run))
     assert torch.get_rng_state().tolist() == log.pop("state")
     run.step = STEPS[-1]

@@ -54,12 +54,16 @@ class EntryLayouts:
         try:
             if entry.box is None:
                 return layout_file(entry.value, _STEM)
-            kind = entry.value.dtype, entry.box.shape
-            if kind not in self._by_type:
-                self._by_type[kind] = layout_file(Tensor.of(ZeroBlob(kind[1], kind[0])), _STEM)
+            return self.of_block(entry.value.dtype, entry.box.shape)
         except UnsupportedError as error:
             error.where = error.where or f"`{printable(entry.name)}`"
             raise
+
+    def of_block(self, dtype: DType, shape: Shape) -> FileLayout:
+        """The layout of a block of a tensor. Raises `UnsupportedError` for types that PyTorch does not have."""
+        kind = dtype, shape
+        if kind not in self._by_type:
+            self._by_type[kind] = layout_file(Tensor.of(ZeroBlob(shape, dtype)), _STEM)
         return self._by_type[kind]
 
     def stream(self, entry: Entry, transfer: Transfer) -> Iterator[bytes | memoryview]:

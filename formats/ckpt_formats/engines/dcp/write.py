@@ -13,6 +13,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.gc_pause import gc_paused
+from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Global, Record, Size, Value
 from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts, ItemsContent
@@ -26,19 +27,22 @@ _SMALL, _MAX_JOINED = 1 << 14, 1 << 18
 
 def write_part(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
     """Write one file sequentially. The receipt contains the entries of its items for the metadata."""
-    path = folder / part.file
-    path.parent.mkdir(exist_ok=True)
-    content, layouts = part.laid_out().content, EntryLayouts()
+    (folder / part.file).parent.mkdir(exist_ok=True)
+    content = part.laid_out().content
     assert isinstance(content, ItemsContent)
-    entries = content.entries
-    items, at = [], 0
+    return write_items(folder, part.file, content.entries, transfer)
+
+
+def write_items(folder: Path, file: str, entries: Sequence[Entry], transfer: Transfer) -> Receipt:
+    """Write a file of these items. Its receipt is one of `write_metadata`."""
+    layouts, items, at = EntryLayouts(), [], 0
     for entry in entries:
         nbytes = layouts.of(entry).nbytes
         items.append(_item_json(entry, at, nbytes))
         at += nbytes
     stream = (data for entry in entries for data in layouts.stream(entry, transfer))
-    seal = write_sealed(folder, part.file, _join_small(stream))
-    return Receipt(part.file, seal.nbytes, (seal,), {"items": items}, transfer.reader.evidence())
+    seal = write_sealed(folder, file, _join_small(stream))
+    return Receipt(file, seal.nbytes, (seal,), {"items": items}, transfer.reader.evidence())
 
 
 def _join_small(stream: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
@@ -61,8 +65,12 @@ def _item_json(entry: Entry, at: int, nbytes: int) -> list[Any]:
     item = [entry.number, entry.name, list(entry.path), at, nbytes]
     if entry.box is None:
         return item
-    tensor, box = entry.value, entry.box
-    return [*item, tensor.dtype.name, list(tensor.shape), entry.chunk, list(box.start), list(box.shape)]
+    return [*item, *block_json(entry.value.dtype.name, entry.value.shape, entry.chunk, entry.box)]
+
+
+def block_json(dtype: str, shape: Shape, chunk: int, box: Box) -> list[Any]:
+    """The JSON of a block of a tensor, which follows that of an item: type, shape, chunk, offsets and sizes."""
+    return [dtype, list(shape), chunk, list(box.start), list(box.shape)]
 
 
 def write_metadata(folder: Path, receipts: Sequence[Receipt], *, named: bool = True) -> None:

@@ -33,6 +33,11 @@ class PackReceipt:
     entries: Index
     """The boxes, in the same order."""
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the pack."""
+        return self.pack.nbytes
+
     def to_bytes(self) -> bytes:
         """The receipt as bytes: the length of a JSON text, the text, and columns."""
         names = list(dict.fromkeys(name for name, _ in self.places))

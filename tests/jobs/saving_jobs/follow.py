@@ -1,0 +1,14 @@
+"""What follows saves in tests."""
+
+import os
+from pathlib import Path
+
+
+def note(path: str, *, suffix: str) -> None:
+    """Leave a file beside a save with its number of files; fail after step 2, and end the process after step 3."""
+    step = int(path[-2:])
+    if step == 2:
+        raise ValueError("no step 2")
+    if step == 3:
+        os._exit(7)
+    Path(path + suffix).write_text(str(len(list(Path(path).iterdir()))))
