@@ -299,18 +299,19 @@ def test_a_part_without_a_state_fails_its_save_and_a_saved_step_is_not_replaced(
 
 def test_a_job_follows_each_save_and_its_failure_leaves_the_save_as_it_is(run: Run, tmp_path: Path) -> None:
     target = tmp_path / "saves"
+    saver = run.saver(target, then=partial(follow.note, suffix=".txt"))
+    assert saver.save(0).wait_then(SECONDS).step == 0
+    for step, reason in ((2, "ValueError: no step 2"), (3, "its process has ended with 7")):
+        run.step()
+        handle = saver.save(step)
+        with pytest.raises(OutputError, match=f"step {step} is saved, but the job after it failed: {reason}"):
+            handle.wait_then(SECONDS)
+        assert handle.wait(SECONDS).kind == "base"
+        assert findings(target, step) == []
+    saver.save(5)
+    saver.save(12)
     with pytest.warns(SaverWarning, match="step 12 is saved, but the job after it failed: ValueError: no step 2"):
-        with run.saver(target, then=partial(follow.note, suffix=".txt")) as saver:
-            assert saver.save(0).wait_then(SECONDS).step == 0
-            for step, reason in ((2, "ValueError: no step 2"), (3, "its process has ended with 7")):
-                run.step()
-                handle = saver.save(step)
-                with pytest.raises(OutputError, match=f"step {step} is saved, but the job after it failed: {reason}"):
-                    handle.wait_then(SECONDS)
-                assert handle.wait(SECONDS).kind == "base"
-                assert findings(target, step) == []
-            saver.save(12)
-            saver.save(5)
+        saver.close()
     assert names_in(target) == {*(f"step-{n:08d}" for n in (0, 2, 3, 5, 12)), "step-00000000.txt", "step-00000005.txt"}
     assert int((target / "step-00000005.txt").read_text()) == len(names_in(target / "step-00000005"))
 
