@@ -2,14 +2,18 @@
 
 import json
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
 from ckpt_formats.core.errors import CkptError, UnsupportedError
+from ckpt_training import routing
+from ckpt_training.routing import Ranges
 
 T = TypeVar("T")
 _WARN_SECONDS = 30.0
@@ -118,22 +122,57 @@ def received_bytes(rank: int) -> bytes:
     return _bytes(content, int(size))
 
 
-def union(names: Iterable[str]) -> list[str]:
-    """The names of all ranks, each once, in the order of the ranks. Every rank must call it.
+def swap_bytes(distance: int, data: bytes) -> bytes:
+    """Send bytes to the rank at a distance, and return those of the rank at this distance before this one.
 
-    A rank receives the names of others once for each of its children, and at last all of them.
+    Every rank must call it. No pickle is sent.
     """
-    own = list(dict.fromkeys(names))
     rank, world = rank_and_world()
-    if not total([len(own)])[0] or world == 1:
-        return own
-    for child in children_of(rank, world):
-        own += json.loads(received_bytes(child))
-    data = json.dumps(list(dict.fromkeys(own))).encode()
+    target, source = (rank + distance) % world, (rank - distance) % world
+    size = torch.zeros(1, dtype=torch.int64, device=exchange_device())
+    _swap(torch.tensor([len(data)], device=exchange_device()), target, size, source)
+    content = torch.empty(int(size), dtype=torch.uint8, device=exchange_device())
+    _swap(_tensor(data) if data else None, target, content if int(size) else None, source)
+    return _bytes(content, int(size))
+
+
+def route(texts: Iterable[tuple[str, Ranges]]) -> dict[str, Ranges]:
+    """The texts that ranks have sent to this one, each with these ranks. Every rank must call it.
+
+    `texts`: what this rank sends, each with the ranks that get it.
+    """
+    return routing.route(texts, *rank_and_world(), swap_bytes)
+
+
+def _swap(sent: torch.Tensor | None, target: int, received: torch.Tensor | None, source: int) -> None:
+    operations = [] if sent is None else [distributed.P2POp(distributed.isend, sent, target)]
+    operations += [] if received is None else [distributed.P2POp(distributed.irecv, received, source)]
+    for one in distributed.batch_isend_irecv(operations) if operations else ():
+        one.wait()
+
+
+def merged(own: T, join: Callable[[list[T]], T]) -> T:
+    """The plain values of all ranks, joined in the order of the ranks. Every rank must call it.
+
+    A rank joins its value and those of its children. `join` gets values of ranks next to each other, and must not fail.
+    """
+    rank, world = rank_and_world()
+    if world == 1:
+        return join([own])
+    values = [own, *(json.loads(zlib.decompress(received_bytes(child))) for child in children_of(rank, world))]
+    data = zlib.compress(json.dumps(join(values)).encode(), 1)
     if (parent := parent_of(rank)) is not None:
         send_bytes(data, parent)
-    every: list[str] = json.loads(broadcast_bytes(data))
+    every: T = json.loads(zlib.decompress(broadcast_bytes(data)))
     return every
+
+
+def union(names: Iterable[str]) -> list[str]:
+    """The names of all ranks, each once, in the order of the ranks. Every rank must call it."""
+    own = list(dict.fromkeys(names))
+    if not total([len(own)])[0]:
+        return own
+    return merged(own, lambda lists: list(dict.fromkeys(chain.from_iterable(lists))))
 
 
 def broadcast_bytes(data: bytes, root: int = 0) -> bytes:

@@ -8,6 +8,7 @@ import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import Any, Literal
 
@@ -23,8 +24,9 @@ from ckpt_training import ranks
 from ckpt_training.composite_tensors import is_composite
 from ckpt_training.engines.run import TrackedRun, as_saved, memory_of
 from ckpt_training.local_shards import LocalPart, LocalShard, dtype_name, local_shard
+from ckpt_training.routing import Ranges, ranks_in
 from ckpt_training.run_shards import masters_of, model_shards_of, states_of
-from ckpt_training.shares import Piece, check_coverage, equal_shares, piece_of
+from ckpt_training.shares import Piece, check_coverage, equal_shares, own_shares, piece_of
 
 Kind = Literal["model", "optimizer"]
 """Whether the model computes with a tensor, or an optimizer steps it. Other ranks may have the one than the other."""
@@ -144,57 +146,126 @@ class SavePlan:
 def agree(run: TrackedRun) -> SavePlan:
     """Return the plan of this rank. Every rank must call it.
 
-    Raises `UnsupportedError` on all ranks if their parts do not make up full tensors, or if tensors that should be
-    copies of each other differ.
+    Each tensor has a rank that gets the parts of it from all ranks, and tells those that share one of each other: no
+    rank gets the parts of all. Raises `UnsupportedError` on all ranks if their parts do not make up full tensors, or if
+    tensors that should be copies of each other differ.
     """
+    rank, world = ranks.rank_and_world()
     with ranks.together():
-        own = json.dumps(_stated(run)).encode()
-    every = [json.loads(one) for one in ranks.gather_bytes(own)]
-    holders: dict[tuple[Kind, Piece], list[int]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    buffers, names = set[str](), dict[str, None]()
-    for rank, stated in enumerate(every):
-        for kind, role, name, shape, start, stop, first, last in stated["parts"]:
-            piece: Piece = name, Box(tuple(start), tuple(stop)), first, last
-            if shapes.setdefault(name, tuple(shape)) != tuple(shape):
-                raise UnsupportedError(f"ranks have different tensors `{name}`: {shapes[name]} and {shape}", hint=_HINT)
-            of = holders.setdefault((kind, piece), [])
-            if rank in of:
-                raise UnsupportedError(f"two optimizers step `{name}`", hint="Give each optimizer its own parameters.")
-            of.append(rank)
-            names[name] = None
-            buffers |= {name} if role == "buffer" else set()
-    for kind in ("model", "optimizer"):
-        check_coverage({piece: of for (one, piece), of in holders.items() if one == kind}, shapes, _HINT)
-    _check_groups(every)
-    ranges = ranges_by_rank(holders, buffers)
-    rank, _ = ranks.rank_and_world()
-    check_copies(_shards(run), {key for key, of in holders.items() if len(of) > 1 and key[1][0] not in buffers}, _HINT)
-    groups = [list[str]() for _ in every[0]["groups"]]
-    for stated in every:
-        for group, own_names in zip(groups, stated["groups"], strict=True):
-            group += own_names
+        rows = _rows(run)
+        stated = _stated(run)
+    known = ranks.merged(stated, _joined)
+    if known["problem"] is not None:
+        raise UnsupportedError(known["problem"], hint="Make the same optimizers and groups on every rank.")
+    buffers, names = set(known["buffers"]), {name: number for number, name in enumerate(known["names"])}
+    to_owners = [(text, _to_owner(piece[0], world)) for (_, piece), text in rows.items()]
+    received = ranks.route(to_owners)
+    with ranks.together():
+        shared = shared_parts(received)
+    of_digests = {digest: _as_ranges(of) for digest, of in map(json.loads, ranks.route(shared))}
+    sole: Ranges = ((rank, rank + 1),)
+    holders = {key: of_digests.get(_digest(text), sole) for key, text in rows.items()}
+    check_copies(_shards(run), {key for key, of in holders.items() if of != sole and key[1][0] not in buffers}, _HINT)
     return SavePlan(
-        token=every[0]["token"],
-        ranges={key: ranges[key][rank] for key, of in holders.items() if rank in of},
-        first=frozenset(key for key, of in holders.items() if of[0] == rank),
+        token=known["token"],
+        ranges=_ranges(holders, names, buffers, rank),
+        first=frozenset(key for key, of in holders.items() if of[0][0] == rank),
         names=tuple(names),
-        group_names=tuple(tuple(name for name in dict.fromkeys(group) if name in names) for group in groups),
-        aliases={alias: name for stated in every for alias, name in stated["aliases"].items() if name in names},
+        group_names=tuple(tuple(name for name in group if name in names) for group in known["groups"]),
+        aliases={alias: name for alias, name in known["aliases"].items() if name in names},
     )
 
 
 def _stated(run: TrackedRun) -> dict[str, Any]:
-    """What this rank tells the others: plain data."""
+    """What all ranks learn of this one: plain data, without the parts."""
+    parts = list(_parts(run))
     return {
         "token": uuid.uuid4().hex[:16],
-        "parts": [
-            [kind, role, part.name, part.shape, part.box.start, part.box.stop, part.start, part.stop]
-            for kind, role, part in _parts(run)
-        ],
-        "groups": [names for groups in run.group_names for names in groups],
+        "rank": ranks.rank_and_world()[0],
+        "names": list(dict.fromkeys(part.name for _, _, part in parts)),
+        "buffers": list(dict.fromkeys(part.name for _, role, part in parts if role == "buffer")),
+        "groups": [list(dict.fromkeys(names)) for groups in run.group_names for names in groups],
         "aliases": dict(run.aliases),
+        "problem": None,
     }
+
+
+def _joined(stated: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is known of several ranks, in their order."""
+    first, counts = stated[0], [len(one["groups"]) for one in stated]
+    problem = next((one["problem"] for one in stated if one["problem"] is not None), None)
+    other = next((number for number, count in enumerate(counts) if count != counts[0]), None)
+    if problem is None and other is not None:
+        problem = (
+            f"ranks {first['rank']} and {stated[other]['rank']} have different numbers of parameter groups: "
+            f"{counts[0]} and {counts[other]}"
+        )
+    return {
+        **first,
+        "names": _union(one["names"] for one in stated),
+        "buffers": _union(one["buffers"] for one in stated),
+        "groups": [_union(groups) for groups in zip(*(one["groups"] for one in stated), strict=False)],
+        "aliases": {alias: name for one in stated for alias, name in one["aliases"].items()},
+        "problem": problem,
+    }
+
+
+def _union(lists: Iterable[Sequence[str]]) -> list[str]:
+    return list(dict.fromkeys(chain.from_iterable(lists)))
+
+
+def _rows(run: TrackedRun) -> dict[tuple[Kind, Piece], str]:
+    """The parts of this rank, each as a text that is the same on all ranks that have it."""
+    rows: dict[tuple[Kind, Piece], str] = {}
+    for kind, _, part in _parts(run):
+        if (kind, piece_of(part)) in rows:
+            raise UnsupportedError(f"two optimizers step `{part.name}`", hint="Give each optimizer its own parameters.")
+        rows[kind, piece_of(part)] = row_of(kind, part)
+    return rows
+
+
+def row_of(kind: Kind, part: LocalPart) -> str:
+    """Return a part as a text."""
+    return json.dumps([kind, part.name, part.shape, part.box.start, part.box.stop, part.start, part.stop])
+
+
+def _to_owner(name: str, world: int) -> Ranges:
+    """The rank that gets the parts of a tensor."""
+    rank = xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) % world
+    return ((rank, rank + 1),)
+
+
+def shared_parts(received: Mapping[str, Ranges]) -> list[tuple[str, Ranges]]:
+    """Check the parts of tensors of which this rank gets all, and return what it tells the ranks that share some.
+
+    Args:
+        received: The rows of all parts of a tensor, each with its ranks.
+
+    Returns texts, each with the ranks that get it: the digest of a row, and its ranks.
+
+    Raises `UnsupportedError` if parts do not make up full tensors.
+    """
+    holders: dict[Kind, dict[Piece, list[int]]] = {"model": {}, "optimizer": {}}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for text, of in received.items():
+        kind, name, shape, start, stop, first, last = json.loads(text)
+        if shapes.setdefault(name, tuple(shape)) != tuple(shape):
+            raise UnsupportedError(f"ranks have different tensors `{name}`: {shapes[name]} and {shape}", hint=_HINT)
+        holders[kind][name, Box(tuple(start), tuple(stop)), first, last] = list(ranks_in(of))
+    check_coverage(holders["model"], shapes, _HINT)
+    if holders["optimizer"].keys() - holders["model"].keys() or holders["model"].keys() - holders["optimizer"].keys():
+        check_coverage(holders["optimizer"], shapes, _HINT)
+    return [
+        (json.dumps([_digest(text), of]), of) for text, of in received.items() if len(of) > 1 or of[0][1] - of[0][0] > 1
+    ]
+
+
+def _digest(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def _as_ranges(rows: Iterable[Sequence[int]]) -> Ranges:
+    return tuple((low, high) for low, high in rows)
 
 
 def _parts(run: TrackedRun) -> Iterator[tuple[Kind, Role, LocalPart]]:
@@ -220,14 +291,22 @@ def _shards(run: TrackedRun) -> Iterator[tuple[Kind, LocalShard]]:
             yield "optimizer", shard
 
 
-def _check_groups(every: Sequence[Mapping[str, Any]]) -> None:
-    for rank, stated in enumerate(every):
-        if len(stated["groups"]) != len(every[0]["groups"]):
-            raise UnsupportedError(
-                f"ranks 0 and {rank} have different numbers of parameter groups: {len(every[0]['groups'])} and "
-                f"{len(stated['groups'])}",
-                hint="Make the same optimizers and groups on every rank; a group may be empty.",
-            )
+def _ranges(
+    holders: Mapping[tuple[Kind, Piece], Ranges], names: Mapping[str, int], buffers: set[str], rank: int
+) -> dict[tuple[Kind, Piece], tuple[int, int]]:
+    """The range of each piece that this rank saves. A buffer is that of the first rank, as in DDP.
+
+    `names`: the number of each tensor in the model, which is the same on all ranks.
+    """
+    shared = dict.fromkeys((piece, of) for (_, piece), of in holders.items() if piece[0] not in buffers)
+    in_order = sorted(shared, key=lambda one: (names[one[0][0]], one[0][1].start, one[0][1].stop, one[0][2:], one[1]))
+    shares = dict(zip(in_order, own_shares(in_order, rank, _row_size), strict=True))
+    ranges: dict[tuple[Kind, Piece], tuple[int, int]] = {}
+    for (kind, piece), of in holders.items():
+        is_first = of[0][0] == rank
+        is_buffer = piece[0] in buffers
+        ranges[kind, piece] = (piece[2], piece[3] if is_first else piece[2]) if is_buffer else shares[piece, of]
+    return ranges
 
 
 def ranges_by_rank(
@@ -277,20 +356,24 @@ def cut_shard(shard: LocalShard, start: int, stop: int) -> LocalShard:
 
 def check_copies(shards: Iterable[tuple[Kind, LocalShard]], copies: set[tuple[Kind, Piece]], hint: str) -> None:
     """Raise `UnsupportedError` on all ranks if tensors that several ranks have are no copies. Every rank calls it."""
-    if ranks.rank_and_world()[1] == 1:
+    world = ranks.rank_and_world()[1]
+    if world == 1:
         return
-    digests: dict[str, str] = {}
+    digests: dict[str, Ranges] = {}
     for kind, shard in shards:
         if (kind, piece_of(shard.part)) in copies:
             name, box, start, stop = piece_of(shard.part)
-            digests[f"{name} {shard.state} {box} {start} {stop}"] = xxhash.xxh3_64_hexdigest(memory_of(shard.memory))
-    first: dict[str, tuple[int, str]] = {}
-    for rank, one in enumerate(ranks.gather_bytes(json.dumps(digests).encode())):
-        for key, digest in json.loads(one).items():
-            other, known = first.setdefault(key, (rank, digest))
+            digest = xxhash.xxh3_64_hexdigest(memory_of(shard.memory))
+            digests[json.dumps([name, shard.state, f"{box} {start} {stop}", digest])] = _to_owner(name, world)
+    received = ranks.route(digests.items())
+    with ranks.together():
+        first: dict[tuple[str, ...], tuple[Ranges, str]] = {}
+        for text, of in received.items():
+            name, state, place, digest = json.loads(text)
+            other, known = first.setdefault((name, state, place), (of, digest))
             if known != digest:
-                name, state = key.split(" ")[:2]
+                low, high = sorted((other[0][0], of[0][0]))
                 raise UnsupportedError(
-                    f"ranks {other} and {rank} have different values of `{name}` ({state}) under the same name",
+                    f"ranks {low} and {high} have different values of `{name}` ({state}) under the same name",
                     hint=hint,
                 )

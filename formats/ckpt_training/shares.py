@@ -10,6 +10,7 @@ from math import prod
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box, overlaps
 from ckpt_training.local_shards import LocalPart
+from ckpt_training.routing import Ranges
 
 Piece = tuple[str, Box, int, int]
 """The name of a parameter, a block of it, and a range of elements of the block."""
@@ -62,7 +63,33 @@ def equal_shares(
     for piece, of in pieces:
         _, _, start, stop = piece
         size, count = max(grain(piece), 1), len(of)
-        cuts = [min(max(total[of] * turn // count - at[of], 0), stop - start) for turn in range(count + 1)]
-        cuts = [start + size * (cut // size + (2 * (cut % size) > size)) for cut in cuts]
+        cuts = [_cut(total[of] * turn // count - at[of], start, stop, size) for turn in range(count + 1)]
         at[of] += stop - start
         yield dict(zip(of, pairwise(cuts), strict=True))
+
+
+def own_shares(
+    pieces: Sequence[tuple[Piece, Ranges]], rank: int, grain: Callable[[Piece], int]
+) -> Iterator[tuple[int, int]]:
+    """Yield of each piece what `equal_shares` yields for this rank, which holds all of them.
+
+    Ranks that hold pieces together must give these in the same order.
+    """
+    total: dict[Ranges, int] = {}
+    for (_, _, start, stop), of in pieces:
+        total[of] = total.get(of, 0) + stop - start
+    turns = {of: sum(min(high, rank) - low for low, high in of if low < rank) for of in total}
+    counts = {of: sum(high - low for low, high in of) for of in total}
+    at = dict.fromkeys(total, 0)
+    for piece, of in pieces:
+        _, _, start, stop = piece
+        size, turn = max(grain(piece), 1), turns[of]
+        low, high = (_cut(total[of] * one // counts[of] - at[of], start, stop, size) for one in (turn, turn + 1))
+        at[of] += stop - start
+        yield low, high
+
+
+def _cut(element: int, start: int, stop: int, size: int) -> int:
+    """The boundary in a piece that is nearest to an element of it, which may lie outside."""
+    cut = min(max(element, 0), stop - start)
+    return start + size * (cut // size + (2 * (cut % size) > size))
