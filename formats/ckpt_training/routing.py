@@ -7,7 +7,7 @@ communications, 1997.)
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 Ranges = tuple[tuple[int, int], ...]
 """Ranges of ranks, ascending and apart: the first rank, and the one after the last."""
@@ -15,7 +15,7 @@ Parcels = dict[tuple[str, Ranges], list[tuple[int, int]]]
 """By text and destinations, as distances from the rank that has them: the ranks that have sent the text."""
 
 
-def ranks_in(ranges: Ranges) -> Iterator[int]:
+def ranks_in(ranges: Sequence[tuple[int, int]]) -> Iterator[int]:
     """Yield the ranks in ranges."""
     for low, high in ranges:
         yield from range(low, high)
@@ -43,7 +43,7 @@ def route(
             distances = tuple((low, high) for low, high in to)
             near.setdefault((text, distances), []).extend((low, high) for low, high in senders)
         parcels = near
-    return {text: _joined(senders) for (text, _), senders in parcels.items()}
+    return {text: joined_ranges(senders) for (text, _), senders in parcels.items()}
 
 
 def _distances(to: Ranges, rank: int, world: int) -> Ranges:
@@ -66,16 +66,16 @@ def _split(parcels: Parcels, step: int) -> tuple[Parcels, Parcels]:
 
 
 def _encoded(parcels: Parcels) -> bytes:
-    rows = [(text, to, _joined(senders)) for (text, to), senders in parcels.items()]
+    rows = [(text, to, joined_ranges(senders)) for (text, to), senders in parcels.items()]
     return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 1)
 
 
-def _joined(senders: list[tuple[int, int]]) -> Ranges:
-    """Ranges in order, with neighbours as one."""
-    if len(senders) == 1:
-        return (senders[0],)
+def joined_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """Return ranges in order, with neighbours as one."""
+    if len(ranges) == 1:
+        return (ranges[0],)
     joined: list[tuple[int, int]] = []
-    for low, high in sorted(senders):
+    for low, high in sorted(ranges):
         if joined and joined[-1][1] == low:
             joined[-1] = joined[-1][0], high
         else:

@@ -24,7 +24,7 @@ from ckpt_training import ranks
 from ckpt_training.composite_tensors import is_composite
 from ckpt_training.engines.run import TrackedRun, as_saved, memory_of
 from ckpt_training.local_shards import LocalPart, LocalShard, dtype_name, local_shard
-from ckpt_training.routing import Ranges, ranks_in
+from ckpt_training.routing import Ranges, joined_ranges, ranks_in
 from ckpt_training.run_shards import masters_of, model_shards_of, states_of
 from ckpt_training.shares import Piece, check_coverage, equal_shares, own_shares, piece_of
 
@@ -158,13 +158,13 @@ def agree(run: TrackedRun) -> SavePlan:
     if known["problem"] is not None:
         raise UnsupportedError(known["problem"], hint="Make the same optimizers and groups on every rank.")
     buffers, names = set(known["buffers"]), {name: number for number, name in enumerate(known["names"])}
-    to_owners = [(text, _to_owner(piece[0], world)) for (_, piece), text in rows.items()]
-    received = ranks.route(to_owners)
+    received = ranks.route((text, _to_owner(name, world)) for (name, *_), (_, text) in rows.items())
     with ranks.together():
         shared = shared_parts(received)
     of_digests = {digest: _as_ranges(of) for digest, of in map(json.loads, ranks.route(shared))}
     sole: Ranges = ((rank, rank + 1),)
-    holders = {key: of_digests.get(_digest(text), sole) for key, text in rows.items()}
+    keys = [(kind, piece) for piece, (kinds, _) in rows.items() for kind in kinds]
+    holders = {key: of_digests.get(_digest(*key), sole) for key in keys}
     check_copies(_shards(run), {key for key, of in holders.items() if of != sole and key[1][0] not in buffers}, _HINT)
     return SavePlan(
         token=known["token"],
@@ -214,19 +214,20 @@ def _union(lists: Iterable[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(chain.from_iterable(lists)))
 
 
-def _rows(run: TrackedRun) -> dict[tuple[Kind, Piece], str]:
-    """The parts of this rank, each as a text that is the same on all ranks that have it."""
-    rows: dict[tuple[Kind, Piece], str] = {}
+def _rows(run: TrackedRun) -> dict[Piece, tuple[Sequence[Kind], str]]:
+    """The parts of this rank with their kinds, each as a text that is the same on all ranks that have it so."""
+    parts: dict[Piece, tuple[LocalPart, list[Kind]]] = {}
     for kind, _, part in _parts(run):
-        if (kind, piece_of(part)) in rows:
+        _, kinds = parts.setdefault(piece_of(part), (part, []))
+        if kind in kinds:
             raise UnsupportedError(f"two optimizers step `{part.name}`", hint="Give each optimizer its own parameters.")
-        rows[kind, piece_of(part)] = row_of(kind, part)
-    return rows
+        kinds.append(kind)
+    return {piece: (kinds, row_of(kinds, part)) for piece, (part, kinds) in parts.items()}
 
 
-def row_of(kind: Kind, part: LocalPart) -> str:
+def row_of(kinds: Sequence[Kind], part: LocalPart) -> str:
     """Return a part as a text."""
-    return json.dumps([kind, part.name, part.shape, part.box.start, part.box.stop, part.start, part.stop])
+    return json.dumps([kinds, part.name, part.shape, part.box.start, part.box.stop, part.start, part.stop])
 
 
 def _to_owner(name: str, world: int) -> Ranges:
@@ -241,27 +242,34 @@ def shared_parts(received: Mapping[str, Ranges]) -> list[tuple[str, Ranges]]:
     Args:
         received: The rows of all parts of a tensor, each with its ranks.
 
-    Returns texts, each with the ranks that get it: the digest of a row, and its ranks.
+    Returns texts, each with the ranks that get it: the digest of a piece, and its ranks.
 
     Raises `UnsupportedError` if parts do not make up full tensors.
     """
-    holders: dict[Kind, dict[Piece, list[int]]] = {"model": {}, "optimizer": {}}
+    holders: dict[Kind, dict[Piece, list[tuple[int, int]]]] = {"model": {}, "optimizer": {}}
     shapes: dict[str, tuple[int, ...]] = {}
-    for text, of in received.items():
-        kind, name, shape, start, stop, first, last = json.loads(text)
+    rows = json.loads(f"[{','.join(received)}]")
+    for (kinds, name, shape, start, stop, first, last), of in zip(rows, received.values(), strict=True):
         if shapes.setdefault(name, tuple(shape)) != tuple(shape):
             raise UnsupportedError(f"ranks have different tensors `{name}`: {shapes[name]} and {shape}", hint=_HINT)
-        holders[kind][name, Box(tuple(start), tuple(stop)), first, last] = list(ranks_in(of))
-    check_coverage(holders["model"], shapes, _HINT)
-    if holders["optimizer"].keys() - holders["model"].keys() or holders["model"].keys() - holders["optimizer"].keys():
-        check_coverage(holders["optimizer"], shapes, _HINT)
-    return [
-        (json.dumps([_digest(text), of]), of) for text, of in received.items() if len(of) > 1 or of[0][1] - of[0][0] > 1
-    ]
+        piece: Piece = name, Box(tuple(start), tuple(stop)), first, last
+        for kind in kinds:
+            holders[kind].setdefault(piece, []).extend(of)
+    check_coverage({piece: list(ranks_in(of)) for piece, of in holders["model"].items()}, shapes, _HINT)
+    if holders["optimizer"].keys() != holders["model"].keys():
+        check_coverage({piece: list(ranks_in(of)) for piece, of in holders["optimizer"].items()}, shapes, _HINT)
+    texts = []
+    for kind, of_kind in holders.items():
+        for piece, ranges in of_kind.items():
+            every = joined_ranges(ranges)
+            if len(every) > 1 or every[0][1] - every[0][0] > 1:
+                texts.append((json.dumps([_digest(kind, piece), every]), every))
+    return texts
 
 
-def _digest(text: str) -> str:
-    return xxhash.xxh3_64_hexdigest(text.encode())
+def _digest(kind: Kind, piece: Piece) -> str:
+    name, box, first, last = piece
+    return xxhash.xxh3_64_hexdigest(json.dumps([kind, name, box.start, box.stop, first, last]).encode())
 
 
 def _as_ranges(rows: Iterable[Sequence[int]]) -> Ranges:
