@@ -136,6 +136,7 @@ class SavePlan:
                     raise UnsupportedError(
                         f"the state {state} of `{part.name if part else one.names[0]}` has the shape "
                         f"{list(value.shape)}, not that of its tensor, which is sharded",
+                        hint="Use an optimizer whose states have the shapes of their tensors, or do not shard it.",
                     )
                 if ("optimizer", piece_of(part)) in self.first:
                     values, whole = local_shard(value).detach(), Box.whole(tuple(value.shape))
