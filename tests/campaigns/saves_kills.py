@@ -5,8 +5,8 @@ the trainers, the processes that write, or all of them, four times, at random mo
 must pass `verify` and have the hash of its step. A new run that loads the newest one must go on with the hashes of all
 steps, and must leave nothing of the killed ones.
 
-`Saver` saves into a chain and into a folder, `dcp.save` into a folder, by `CkptWriter`; each also into a store, which
-is moto's server. torch is imported once; every run and each comparison is a fork of this process, which itself must
+`Saver` saves into a chain and into a folder, there also in torch's format, `dcp.save` into a folder, by `CkptWriter`;
+each also into a store, which is moto's server. torch is imported once; every run and each comparison is a fork of this process, which itself must
 neither compute with torch nor reach the store.
 """
 
@@ -35,6 +35,7 @@ import ckpt
 from ckpt.chains.verify import verify_chain
 from ckpt.chains.write import DeltaPolicy
 from ckpt.pipeline import Execution
+from ckpt_formats.engines.dcp.folder import METADATA
 from ckpt_formats.stores.location import source_path
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import chain_file
@@ -71,6 +72,7 @@ class Target:
 TARGETS = [
     *(Target(name, is_stored) for is_stored in (False, True) for name in ("run.chain", "saves")),
     *(Target("saves", is_stored, by_dcp=True) for is_stored in (False, True)),
+    *(Target("items", is_stored) for is_stored in (False, True)),
 ]
 
 
@@ -109,7 +111,8 @@ def train(
     saver = None
     if path is not None and not by_dcp:
         policy = DeltaPolicy(base_every=5) if is_chain(path) else None
-        saver = Saver(model, optimizer, path, policy=policy, memory=1 << 18, stall_seconds=5.0)
+        form = ckpt.DCP() if path.endswith("items") else None
+        saver = Saver(model, optimizer, path, format=form, policy=policy, memory=1 << 18, stall_seconds=5.0)
     assert step is not None
     while step < STEPS:
         optimizer.zero_grad()
@@ -244,7 +247,8 @@ def _compared(target: Target, path: str, truth: dict[int, str], after: int) -> t
         steps = [member.step for member in chain_file.load(folder / chain_file.NAME).members]
     else:
         folders = [name for name in names if name.startswith("step-")]
-        steps = sorted(int(name[5:]) for name in folders if (folder / name / manifest.NAME).is_file())
+        mark = METADATA if path.endswith("items") else manifest.NAME
+        steps = sorted(int(name[5:]) for name in folders if (folder / name / mark).is_file())
     steps = [step for step in steps if step > after]
     opened = {step: ckpt.open(source_of(path, step)) for step in steps}
     for step, checkpoint in opened.items():
