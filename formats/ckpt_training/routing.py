@@ -58,10 +58,10 @@ def _split(parcels: Parcels, step: int) -> tuple[Parcels, Parcels]:
     near: Parcels = {}
     far: Parcels = {}
     for (text, to), senders in parcels.items():
-        if kept := tuple((low, min(high, step)) for low, high in to if low < step):
-            near.setdefault((text, kept), []).extend(senders)
-        if gone := tuple((max(low, step) - step, high - step) for low, high in to if high > step):
-            far.setdefault((text, gone), []).extend(senders)
+        if staying := tuple((low, min(high, step)) for low, high in to if low < step):
+            near.setdefault((text, staying), []).extend(senders)
+        if leaving := tuple((max(low, step) - step, high - step) for low, high in to if high > step):
+            far.setdefault((text, leaving), []).extend(senders)
     return near, far
 
 

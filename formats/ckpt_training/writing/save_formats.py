@@ -42,7 +42,7 @@ R = TypeVar("R", bound=RankReceipt)
 R_co = TypeVar("R_co", bound=RankReceipt, covariant=True)
 
 
-class RankFile(Protocol[R_co]):
+class SaveFile(Protocol[R_co]):
     """The file of a rank while it is written."""
 
     def add(self, box: int, state: str, offset: int, data: Bytes) -> None:
@@ -84,7 +84,7 @@ class SaveFormat(ABC, Generic[R]):
     @abstractmethod
     def begin(
         self, folder: Path, boxes: Sequence[RankBox], save: str, values: Path | None, deltas: Deltas
-    ) -> RankFile[R]:
+    ) -> SaveFile[R]:
         """Begin the file of this rank. `values`: a local file for plain values; None if nothing is encoded."""
 
     @abstractmethod

@@ -33,7 +33,7 @@ from ckpt_formats.universal.chain.chain_file import ChainIndex
 from ckpt_formats.universal.manifest import Manifest, Parent
 from ckpt_training.writing.rank_notes import RankNotes, merged
 from ckpt_training.writing.ring import Ring
-from ckpt_training.writing.save_formats import Deltas, RankFile, RankReceipt, format_of
+from ckpt_training.writing.save_formats import Deltas, RankReceipt, SaveFile, format_of
 from ckpt_training.writing.save_orders import (
     SAVE_ORDERS,
     BeginSave,
@@ -79,7 +79,7 @@ class OpenSave:
 
     step: int
     stage: StagedSave
-    file: RankFile[RankReceipt] | None = None
+    file: SaveFile[RankReceipt] | None = None
     against: PublishedSave | None = None
     """The save before, if there are deltas against it."""
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
