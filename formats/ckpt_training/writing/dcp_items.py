@@ -104,7 +104,7 @@ class _OpenItem:
         return self.layout.storages[0].nbytes
 
 
-class RankItems:
+class ItemsFile:
     """The file of items of one rank while it is written."""
 
     def __init__(self, folder: Path, number: int, boxes: Sequence[RankBox], save: str) -> None:

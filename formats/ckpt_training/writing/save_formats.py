@@ -19,7 +19,7 @@ from ckpt_formats.universal.boxes import (
     assemble,
 )
 from ckpt_formats.universal.manifest import Manifest, Parent, pack_file
-from ckpt_training.writing.dcp_items import DcpReceipt, RankItems, assemble_items, items_file
+from ckpt_training.writing.dcp_items import DcpReceipt, ItemsFile, assemble_items, items_file
 from ckpt_training.writing.save_orders import SaveSettings
 
 
@@ -154,8 +154,8 @@ class DcpSaves(SaveFormat[DcpReceipt]):
 
     def begin(
         self, folder: Path, boxes: Sequence[RankBox], save: str, values: Path | None, deltas: Deltas
-    ) -> RankItems:
-        return RankItems(folder, self._rank, boxes, save)
+    ) -> ItemsFile:
+        return ItemsFile(folder, self._rank, boxes, save)
 
     def receipt(self, data: bytes, where: Path) -> DcpReceipt:
         return DcpReceipt.from_bytes(data, where)
