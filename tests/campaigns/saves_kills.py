@@ -6,8 +6,8 @@ must pass `verify` and have the hash of its step. A new run that loads the newes
 steps, and must leave nothing of the killed ones.
 
 `Saver` saves into a chain and into a folder, there also in torch's format, `dcp.save` into a folder, by `CkptWriter`;
-each also into a store, which is moto's server. torch is imported once; every run and each comparison is a fork of this process, which itself must
-neither compute with torch nor reach the store.
+each also into a store, which is moto's server. torch is imported once; every run and each comparison is a fork of this
+process, which itself must neither compute with torch nor reach the store.
 """
 
 from __future__ import annotations
