@@ -6,6 +6,7 @@ Two ranks of a small model with AdamW train on the CPU, and are saved after ever
 
     none              nothing is saved
     plain, chain      a Saver into a folder, and into a chain, whose members are deltas
+    items             a Saver into a folder, in the format of `dcp.save`
     torch, dcp        `torch.save` of each rank's own shards and a flush, and `dcp.save`
     thread, process   `dcp.async_save`, by a thread and by a process
 
@@ -34,10 +35,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
+import ckpt
 from ckpt_training import Saver
 
 RANKS, WIDTH = 2, 1024
-WAYS = ("none", "plain", "chain", "torch", "dcp", "thread", "process")
+WAYS = ("none", "plain", "items", "chain", "torch", "dcp", "thread", "process")
 
 
 class Block(nn.Module):
@@ -74,7 +76,9 @@ def train(rank: int, way: str, folder: Path, size: int, saves: int) -> None:
     forward_backward(0)
     update()
     target = folder / ("run.chain" if way == "chain" else "saves")
-    saver = Saver(model, optimizer, target, memory=128 << 20) if way in ("plain", "chain") else None
+    saver = None
+    if way in ("plain", "items", "chain"):
+        saver = Saver(model, optimizer, target, format=ckpt.DCP() if way == "items" else None, memory=128 << 20)
     save = saving(way, saver, model, optimizer, target, rank, own_group)
     before, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     waits, handles, passes = list[float](), list[Any](), list[float]()

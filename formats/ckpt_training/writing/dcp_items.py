@@ -18,12 +18,13 @@ from ckpt_formats.containers.torchfile import FileLayout
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError
-from ckpt_formats.core.files import Reader, crc32
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.own_folder import create_own
 from ckpt_formats.core.publish import flush
+from ckpt_formats.core.seals import crc32
 from ckpt_formats.core.tensor import BlockBlob, Fragment, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
