@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.quantised.weights import parts_of, quantised_weights
 from ckpt_formats.core.tensor import Fragment, Tensor, ZeroBlob, from_fragments, with_replicas
 from ckpt_training.local_shards import LocalPart, dtype_name
 from ckpt_training.mismatches import Mismatches
@@ -32,6 +34,11 @@ class Matching:
     mismatches: Mismatches = field(default_factory=Mismatches)
     used: set[str] = field(default_factory=set)
     """The names of the stored parameters that were matched."""
+
+    @cached_property
+    def _codes(self) -> frozenset[str]:
+        """The stored parameters that are codes, scales or the like of quantised weights."""
+        return frozenset(parts_of(quantised_weights(self.source)))
 
     def parameters(self, name: str) -> list[Parameter]:
         """The stored parameters of a tensor of the model: several if the model ties what the checkpoint does not."""
@@ -63,6 +70,9 @@ class Matching:
         )
         if tensor.shape != part.shape:
             self.mismatches.shapes[label] = f"{list(tensor.shape)} in the checkpoint, {list(part.shape)} in the model"
+            return None
+        if tensor.dtype != wanted and any(one.name in self._codes for one in self.parameters(part.name)):
+            self.mismatches.codes[label] = f"{tensor.dtype.name} to {wanted.name}"
             return None
         if not self.may_have(label, state, tensor.dtype, wanted):
             return None

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.edits import WeightsOnly
 from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, UnsupportedError
+from ckpt_formats.core.quantised.weights import parts_of, quantised_weights
 from ckpt_formats.core.text import list_names, printable
 
+_DEQUANTISE = 'Load plain weights: `ckpt.open(path).cast("bf16")` dequantises them.'
 _SHOWN = 4
 """The names of a kind that an error shows."""
 
@@ -24,10 +26,20 @@ class Mismatches:
     """What has another dtype, with both dtypes, as text."""
     refused: dict[str, str] = field(default_factory=dict)
     """What would be rounded and must not be, with both dtypes, as text."""
+    codes: dict[str, str] = field(default_factory=dict)
+    """Codes or scales of quantised weights for memory of another dtype, with both dtypes, as text."""
 
 
 def check_rounding(mismatches: Mismatches, source: Checkpoint, target: str) -> None:
     """Raise `UnsupportedError` for values that would be rounded and must not be. `target`: what is loaded into."""
+    if mismatches.codes:
+        name, dtypes = next(iter(mismatches.codes.items()))
+        raise UnsupportedError(
+            f"{len(mismatches.codes)} tensors are codes or scales of quantised weights, which mean nothing in another "
+            f"type, such as `{printable(name)}`: {dtypes}",
+            where=source.path,
+            hint=_DEQUANTISE,
+        )
     if mismatches.refused:
         name, dtypes = next(iter(mismatches.refused.items()))
         raise UnsupportedError(
@@ -55,7 +67,9 @@ def check_fit(
     )
     what = "; ".join(f"{kind}: {text}" for kind, text in lists if text)
     error = IncompleteError if missing else InvalidArgumentError
-    raise error(f"the checkpoint does not fit the run: {what}", where=source.path, hint=_hint(missing, unexpected))
+    codes = parts_of(quantised_weights(source)).keys()
+    hint = _hint(missing, unexpected) if codes.isdisjoint(unexpected) else _DEQUANTISE
+    raise error(f"the checkpoint does not fit the run: {what}", where=source.path, hint=hint)
 
 
 def listed(names: Iterable[str]) -> str:
