@@ -33,6 +33,8 @@ _ACTIVATIONS = {
     "relu2": "relu2",
 }
 """`gelu_new` is GELU by the hyperbolic tangent, `gelu` by the error function. By the names of transformers."""
+_QUANTISATION = "quantization_config"
+_DEQUANTISE = "Dequantise its weights with --dtype."
 _MAX_LAYERS = 100_000
 _MAX_TEXT = 60
 _LARGE = 1e30
@@ -136,7 +138,7 @@ def check_plain(settings: Settings, entries: Mapping[str, Any], source: str, hin
         if stated is not None and stated is not False and stated != plain and not each:
             shown = printable(str(stated))[:_MAX_TEXT]
             text = f"{source} {_states(source)} {name} {shown}, which no known family of models has"
-            raise UnsupportedError(text, hint=hint)
+            raise UnsupportedError(text, hint=_DEQUANTISE if name == _QUANTISATION else hint)
 
 
 def entries_of(settings: Settings, name: str) -> str:

@@ -44,9 +44,11 @@ def match_names(names: Iterable[str], config: Mapping[str, Any] | None) -> NameM
     same = {name: name for name in given}
     configured = configured_model(config)
     expected = None if configured is None else configured.names("hf")
-    if configured is None or config is None or expected is None or "quantization_config" in config:
+    if configured is None or config is None or expected is None:
         return NameMatch(same, False)
     tie = configured.tie
+    if "quantization_config" in config:  # codes and scales have other names than the model's tensors
+        return NameMatch(same, False, tie=tie)
     running = configured.names("hf_memory")
     for renamed in _renamings(given):
         expected = configured.names("hf", set(renamed.values())) or ()
