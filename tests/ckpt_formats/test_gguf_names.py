@@ -14,11 +14,12 @@ from safetensors.numpy import load_file
 import ckpt
 from ckpt.rename import use_names
 from ckpt_formats.containers.gguf import header_bytes, read_header
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.engines.gguf import tokenizer as tokenizers
 from ckpt_formats.names.llama_cpp import from_llama_cpp, to_llama_cpp
+from damage import UNSUPPORTED
 from damage import ckpt as command
 from gguf_models import GOLDEN, write_model
 
@@ -36,6 +37,52 @@ def test_gguf_of_a_model_is_the_file_that_llama_cpp_computed(name: str, tmp_path
     assert all(weights[one].tobytes() == back[one].tobytes() for one in weights)
     ckpt.save(ckpt.open(tmp_path / "back"), tmp_path / "again.gguf")
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
+
+
+def test_gguf_of_a_run_is_that_of_its_model(tmp_path: Path) -> None:
+    """From ZeRO, from DCP, and from a step of a chain."""
+    folder = write_model(tmp_path / "hf", "llama")
+    source = ckpt.open(folder)
+
+    def at_step(step: int) -> Checkpoint:
+        kinds, values = (MODEL, MASTER, "exp_avg", "exp_avg_sq"), {"step": step}
+        trained = {
+            name: replace(one, states=dict.fromkeys(kinds, one.weight), values=values) for name, one in source.items()
+        }
+        groups = (Group({"lr": 0.1}, tuple(trained)),)
+        return replace(source, parameters=trained, groups=groups, origin=replace(source.origin, step=step))
+
+    ckpt.save(at_step(3), tmp_path / "zero", ckpt.DeepSpeed(dp=2, zero=2))
+    ckpt.save(at_step(3), tmp_path / "dcp", ckpt.DCP(dp=2))
+    zeros = source.replace({"model.norm.weight": np.zeros_like(source["model.norm.weight"])})
+    for step, state in ((3, at_step(3)), (4, zeros)):
+        ckpt.save(state, tmp_path / f"state{step}")
+        done = command("append", tmp_path / "run.chain", tmp_path / f"state{step}", "--step", step)
+        assert done.code == 0, done.err
+    for number, one in enumerate(("zero", "dcp", "run.chain@3")):
+        file = tmp_path / f"{number}.gguf"
+        done = command("convert", tmp_path / one, file, "--config", folder)
+        assert done.code == 0, done.err
+        assert xxhash.xxh3_128_hexdigest(file.read_bytes()) == GOLDEN["llama"]["digest"], one
+    done = command("convert", tmp_path / "run.chain@4", tmp_path / "zeros.gguf", "--config", folder)
+    assert not np.asarray(ckpt.open(tmp_path / "zeros.gguf")["output_norm.weight"]).any()
+
+
+def test_gguf_of_quantised_weights_needs_them_dequantised(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "hf", "llama")
+    done = command("convert", folder, tmp_path / "fp8", "--to", "hf", "--quantise", "fp8-block")
+    assert done.code == 0, done.err
+    for target in (["m.gguf"], ["megatron", "--to", "megatron", "--dp", 1]):
+        done = command("convert", tmp_path / "fp8", tmp_path / target[0], *target[1:])
+        assert (done.code, "quant" in done.err, "--dtype" in done.err) == (UNSUPPORTED, True, True), done.err
+        assert not (tmp_path / target[0]).exists()
+    done = command("convert", tmp_path / "fp8", tmp_path / "m.gguf", "--dtype", "fp32")
+    assert "dequantised from" in done.err
+    assert b"lm_head" not in (tmp_path / "fp8" / "model.safetensors").read_bytes()  # it is tied
+    plain = ckpt.open(tmp_path / "fp8").cast("fp32")
+    ckpt.save(plain, tmp_path / "plain", "hf")
+    ckpt.save(ckpt.open(tmp_path / "plain"), tmp_path / "n.gguf")
+    assert (tmp_path / "m.gguf").read_bytes() == (tmp_path / "n.gguf").read_bytes()
 
 
 def test_gguf_and_megatron_hold_the_same_model(tmp_path: Path) -> None:
