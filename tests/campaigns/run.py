@@ -74,6 +74,8 @@ WORKS = {
     "families": Work("families_campaign:rounds", "random models in transformers and in Megatron core are compared"),
     "megatron_training": Work("megatron_training:rounds", "runs of Megatron core go on over other numbers of ranks"),
     "table_mutations": Work("table_mutations:rounds", "lines of the tables of families are changed"),
+    "quantised_models": Work("quantised_hostile:models", "hostile quantised models are dequantised"),
+    "gguf_files": Work("quantised_hostile:files", "hostile files of llama.cpp are read"),
     "fuzz_kernels": Work("fuzz_kernels:rounds", "C kernels read hostile bytes under sanitizers"),
     "fuzz_readers": Work("fuzz_readers:rounds", "what readers parse is changed, guided by coverage"),
 }
