@@ -301,11 +301,12 @@ def test_rename_leaves_parts_recognisable(scheme: str, models: Mapping[str, Chec
         source.rename({name: f"tensor{number}.values" for number, name in enumerate(codes)})
 
 
-def adapter(folder: Path, module: str) -> Checkpoint:
+def adapter(folder: Path, module: str, shape: tuple[int, int] = (64, 32)) -> Checkpoint:
     folder.mkdir()
+    outputs, inputs = shape
     tensors = {
-        f"base_model.model.{module}.lora_A.weight": random_array((2, 32), F32, 1),
-        f"base_model.model.{module}.lora_B.weight": random_array((64, 2), F32, 2),
+        f"base_model.model.{module}.lora_A.weight": random_array((2, inputs), F32, 1),
+        f"base_model.model.{module}.lora_B.weight": random_array((outputs, 2), F32, 2),
     }
     write_safetensors(folder / "adapter_model.safetensors", tensors)
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
