@@ -36,6 +36,7 @@ COMMANDS = {
     "reshard": "ckpt_cli.commands.reshard:reshard",
     "copy": "ckpt_cli.commands.copy:copy",
     "inspect": "ckpt_cli.commands.inspect:inspect",
+    "latest": "ckpt_cli.commands.latest:latest",
     "verify": "ckpt_cli.commands.verify:verify",
     "extract": "ckpt_cli.commands.extract:extract",
     "check": "ckpt_cli.commands.check:check",

@@ -71,9 +71,13 @@ def source_place(path: str | Path) -> Path:
 
     It is absolute if workers of a cluster read it, who run in other folders.
     """
-    context = click.get_current_context()
-    place = source_path(path, bool(context.meta.get("ckpt.anonymous")))
-    return place.absolute() if context.params.get("executor") else place
+    place = source_path(path, is_anonymous())
+    return place.absolute() if click.get_current_context().params.get("executor") else place
+
+
+def is_anonymous() -> bool:
+    """Whether requests to stores have no credentials, by `--anonymous`."""
+    return bool(click.get_current_context().meta.get("ckpt.anonymous"))
 
 
 def open_live(path: str, options: ReadOptions) -> Checkpoint:

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt import errors, ext, partial, planning, types
+    from ckpt import errors, ext, partial, planning, runs, types
     from ckpt.chains.chain import Chain
     from ckpt.chains.compact import Retention
     from ckpt.chains.trials import Evaluation
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_NAMESPACES = ("errors", "ext", "partial", "planning", "types")
+_NAMESPACES = ("errors", "ext", "partial", "planning", "runs", "types")
 """Modules with further names."""
 _NAMES = {
     "ckpt.chains.chain": ("Chain",),
@@ -175,6 +175,7 @@ __all__ = [
     "publish",
     "publish_each",
     "resize",
+    "runs",
     "save",
     "seal",
     "stats",

@@ -2,22 +2,17 @@
 
 import json
 import os
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import xxhash
 
 import ckpt
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
+from ckpt_formats.core.errors import CorruptError, NotFoundError
 from ckpt_formats.core.seals import digest_of_seals
-from ckpt_formats.core.text import printable
+from ckpt_formats.registry.newest import newest_whole
 from ckpt_formats.stores.location import source_path
 from ckpt_training import ranks
-
-_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,42 +55,16 @@ def _open_first(source: str | os.PathLike[str] | Checkpoint) -> OpenedSource:
     text = os.fspath(source)
     try:
         checkpoint = ckpt.open(text)
-    except NotFoundError:
-        path = source_path(text)
-        passed_over: dict[str, str] = {}
-        for child in _newest_first(path) if path.is_dir() else ():
-            opened = _open_or_reason(child)
-            if isinstance(opened, Checkpoint):
-                return OpenedSource(opened, str(child), passed_over)
-            if opened is not None:
-                passed_over[child.name] = opened
-        if passed_over:
-            name, reason = next(iter(passed_over.items()))
-            what = f"none of its checkpoints is complete; the newest is `{printable(name)}`: {reason}"
-            raise IncompleteError(what, where=text) from None
-        raise
+    except NotFoundError as error:
+        try:
+            newest = newest_whole(text)
+        except NotFoundError:
+            raise error from None
+        assert newest.checkpoint is not None
+        passed_over = {path.name: str(why) for path, why in newest.passed_over.items()}
+        return OpenedSource(newest.checkpoint, str(newest.path), passed_over)
     is_last_of_chain = checkpoint.step is not None and (source_path(text) / "chain.json").is_file()
     return OpenedSource(checkpoint, f"{text.rstrip('/')}@{checkpoint.step}" if is_last_of_chain else text)
-
-
-def _open_or_reason(path: Path) -> Checkpoint | str | None:
-    """The checkpoint at a path, or why it cannot be opened; None if there is none."""
-    try:
-        return ckpt.open(path)
-    except NotFoundError:
-        return None
-    except CkptError as error:
-        return str(error)
-
-
-def _newest_first(folder: Path) -> Iterator[Path]:
-    """What is in a folder, by the last number in its name, the largest first."""
-
-    def number(path: Path) -> tuple[int, str]:
-        numbers = _NUMBER.findall(path.name)
-        return (int(numbers[-1]) if numbers else -1, path.name)
-
-    return iter(sorted(folder.iterdir(), key=number, reverse=True))
 
 
 def digest_of(checkpoint: Checkpoint) -> bytes:

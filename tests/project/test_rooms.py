@@ -17,7 +17,8 @@ LIMITS = {
     # `partial` mixes two states, for chains and for whoever lost blocks; `reading` writes nothing
     # `serving` sends the files of chains; where and to whom, shadows decide alike
     # `publishing` and `following` write and read published chains: the one needs nothing of the other
-    "ckpt": (19, 25),
+    # `runs` is about the checkpoints of a run: it finds, verifies and removes them
+    "ckpt": (20, 27),
     "ckpt_formats": (8, 17),  # `stores` reads what lies in buckets: paths and files of `core`
     "ckpt_codecs": (14, 51),  # `quantised` gives the values of weights that other libraries quantised
 }

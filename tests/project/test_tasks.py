@@ -80,6 +80,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for step in range(1, 5):
         torch.save({"model": {"w": torch.full((8,), float(step))}, "step": step}, tmp_path / "saved.pt")
         assert ckpt("append", tmp_path / "saved.chain", tmp_path / "saved.pt", "--step", step).code == 0
+    for step in (100, 200, 300):
+        (folder := tmp_path / "steps" / f"checkpoint-{step}").mkdir(parents=True)
+        save_file({"w": np.full(8, step, np.float32)}, folder / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

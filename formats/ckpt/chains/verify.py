@@ -16,6 +16,7 @@ from ckpt.job import AnyProgress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.header_problems import contradictions
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.short_repr import short_repr
@@ -155,7 +156,7 @@ def _headers(members: OpenedMembers) -> Iterator[Finding]:
     for state in members.states.values():
         if not isinstance(state, CkptError) and isinstance(state.seals, StoredSeals):
             alone = StoredSeals(state.seals.checkpoints[-1:])
-            yield from checks.contradictions(replace(state, seals=alone))
+            yield from (Finding(*one) for one in contradictions(replace(state, seals=alone)))
 
 
 def _replay_findings(

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from ckpt_formats.core.coming_reads import ObjectRange, sealed_range
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Observer, Reader
 from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.header_problems import contradictions, header_problems, missing_blocks
 from ckpt_formats.core.identity import changes
 from ckpt_formats.core.prefetch import PlannedReads
 from ckpt_formats.core.seal_checks import damaged_chunks, seal_is_valid
@@ -91,29 +91,7 @@ def find_problems(
 
 def problems_of_headers(checkpoint: Checkpoint) -> list[Finding]:
     """What headers say is wrong, without reading a tensor: missing blocks, contradictions, files that end too early."""
-    return [
-        *_coverage(checkpoint),
-        *(Finding("suspicious", suspicion, str(checkpoint.path)) for suspicion in checkpoint.suspicions),
-        *contradictions(checkpoint),
-        *_cut_off(checkpoint),
-    ]
-
-
-def _cut_off(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """A finding for each file that is shorter than its tensors."""
-    if isinstance(checkpoint.parameters, TabulatedParameters):
-        return  # opening it compared the files with the index
-    ends: dict[Path, int] = {}
-    names: dict[Path, dict[str, None]] = {}
-    sizes = {file.path: file.nbytes for file in checkpoint.files}
-    for parameter, _, tensor in checkpoint.tensors():
-        for raw in tensor.sources():
-            ends[raw.path] = max(ends.get(raw.path, 0), raw.offset + raw.span)
-            if raw.offset + raw.span > sizes.get(raw.path, raw.offset + raw.span):
-                names.setdefault(raw.path, {})[parameter.name] = None
-    for path, own in names.items():
-        what = f"ends at byte {sizes[path]}, but its tensors end at byte {ends[path]}"
-        yield Finding("header", what, str(path), tuple(own))
+    return [Finding(*problem) for problem in header_problems(checkpoint)]
 
 
 def holes_of(checkpoint: Checkpoint) -> list[ZeroRun]:
@@ -135,10 +113,10 @@ def _examine(
     scan: FloatScan | None,
 ) -> list[Finding]:
     observer = None if scan is None else scan.note
-    findings = list(_coverage(checkpoint))
+    findings = [Finding(*problem) for problem in missing_blocks(checkpoint)]
     findings += [Finding("suspicious", suspicion, str(checkpoint.path)) for suspicion in checkpoint.suspicions]
     damaged = {finding.tensors for finding in findings}
-    findings += contradictions(checkpoint)
+    findings += [Finding(*problem) for problem in contradictions(checkpoint)]
     work: list[tuple[int, _Item]] = [
         (seal.nbytes, (partial(_seal, seal, tensors, count, observer), sealed_range(seal)))
         for seal, tensors, count in _seals(checkpoint, resources, count_bytes, observer)
@@ -185,22 +163,6 @@ def _examine(
     # Consequences of damage are not reported: a copy that differs from its master, a chunk that cannot be decoded.
     findings += [f for f in results if f.kind not in ("copy", "replicas", "values") or not broken & set(f.tensors)]
     return sorted(findings, key=lambda finding: (finding.kind, finding.where, finding.tensors))
-
-
-def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
-    tensors = () if isinstance(checkpoint.parameters, TabulatedParameters) else checkpoint.tensors()
-    for parameter, state, tensor in tensors:
-        for problem in tensor.problems():
-            yield Finding("coverage", f"{state}: {problem}", str(checkpoint.path), (parameter.name,))
-    for name, message in checkpoint.dangling_names():
-        yield Finding("coverage", message, str(checkpoint.path), (name,))
-
-
-def contradictions(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """A finding for each file whose header says otherwise than the checkpoint's index."""
-    if isinstance(checkpoint.seals, SealTable):
-        for one in checkpoint.seals.contradictions():
-            yield Finding("header", one.what, str(one.path), () if one.tensor is None else (one.tensor,))
 
 
 def _seals(

@@ -1,6 +1,5 @@
 """Publish each checkpoint of a run once it is complete, without code in the trainer."""
 
-import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.registry.location import checkpoints_in
+from ckpt_formats.registry.newest import step_of
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.stores.location import listed_again, source_path, target_path
 
-_NUMBER = re.compile(r"\d{1,18}")
 Seconds = Annotated[float, Range(0, above=True)]
 State = tuple[tuple[str, int, float], ...]
 """The files of a checkpoint with their sizes and times."""
@@ -120,14 +119,6 @@ def publish_each(
                 return
         seen = now
         stopped.wait(every)
-
-
-def step_of(checkpoint: Checkpoint) -> int | None:
-    """The step that a checkpoint states, or the last number in its name; None if it has none."""
-    if checkpoint.origin.step is not None:
-        return checkpoint.origin.step
-    numbers = _NUMBER.findall(checkpoint.path.name)
-    return int(numbers[-1]) if numbers else None
 
 
 def _in_order(paths: list[Path], options: ReadOptions | None) -> list[Checkpoint | SkippedCheckpoint]:

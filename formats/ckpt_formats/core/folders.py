@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ckpt_formats.core.store_path import FolderEntry, is_remote
 
-_MAX_NAMES = 200_000
+MAX_ENTRIES = 200_000
 """Limit of the entries of a folder that are read."""
 SEAL_SUFFIX = ".ckpt-seal"
 """The ending of files with the checksums of a checkpoint: they are compared with it, and are no part of it."""
@@ -40,9 +40,9 @@ def entries_of(path: Path) -> Iterator[FolderEntry]:
 
 
 def names_in(path: Path) -> list[str]:
-    """The names in a folder, sorted, at most `_MAX_NAMES`; none if it cannot be read."""
+    """The names in a folder, sorted, at most `MAX_ENTRIES`; none if it cannot be read."""
     try:
-        return sorted(entry.name for entry, _ in zip(entries_of(path), range(_MAX_NAMES), strict=False))
+        return sorted(entry.name for entry, _ in zip(entries_of(path), range(MAX_ENTRIES), strict=False))
     except OSError:
         return []
 

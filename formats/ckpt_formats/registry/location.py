@@ -49,7 +49,7 @@ def locate(path: Path) -> Located:
         further = locate(path / _POLICIES)
         text = "RLlib's policies are read, not the state of the algorithm around them"
         return Located(further.path, further.format, (Notice(text, weight=Weight.LOST), *further.notices))
-    inside = find_inside(path, _is_checkpoint) if failure is None else None
+    inside = find_inside(path, is_checkpoint) if failure is None else None
     if inside is not None:
         chosen, notice = inside
         further = locate(chosen)
@@ -84,21 +84,22 @@ def checkpoints_in(path: Path) -> list[Path]:
         return []
     if format is not None and format.files_are_checkpoints:
         if files := _models_in(path, format):
-            return sort_by_age([*files, *all_inside(path, _is_checkpoint)])
+            return sort_by_age([*files, *all_inside(path, is_checkpoint)])
         if inside := _inner_checkpoints(path, format):
             return [_stray_file(path, format) or path, *inside]
     if format is not None and format.name != "dcp" and not has_pointer(path):
         return []
-    inside = all_inside(path, _is_checkpoint)
+    inside = all_inside(path, is_checkpoint)
     is_one = format is not None and format.name == "dcp" and not share_prefix(inside)  # a pair of folders is one
     return [] if is_one else inside
 
 
 _RLLIB, _POLICIES = "rllib_checkpoint.json", "policies"
 """In the folder of an algorithm of Ray's RLlib: its mark, and the folder with one folder for each policy."""
-_STEP = re.compile(
+STEP = re.compile(
     r"(?:.*[._-])?(?:global[_-]?)?(?:steps?|iter|iteration|checkpoint|ckpt|epoch)[_=-]?\d+", re.IGNORECASE
 )
+"""The names that trainers give to the folder of a step."""
 _MODEL = re.compile(
     r"(model|adapter_model|diffusion_pytorch_model|pytorch_model|consolidated|state_dict|model_state(_dict)?|weights"
     r"|checkpoint|module)([._-].*)?\.\w+",
@@ -133,10 +134,10 @@ def _inner_checkpoints(path: Path, format: Format) -> list[Path]:
     """The checkpoints in a folder that has a model, too. Parts of that model are none of them."""
     if not format.files_are_checkpoints:
         return []
-    inside = all_inside(path, _is_checkpoint)
+    inside = all_inside(path, is_checkpoint)
     if _stray_file(path, format) is not None:
         return inside
-    return [one for one in inside if _STEP.fullmatch(one.name)]
+    return [one for one in inside if STEP.fullmatch(one.name)]
 
 
 def _stray_file(path: Path, format: Format) -> Path | None:
@@ -198,7 +199,7 @@ def _first(path: Path) -> Format | None:
     return next((format for format in candidates if format.detect(path)), None)
 
 
-def _is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
     """Whether this folder or single file is a checkpoint, complete or not."""
     try:
         return not path.name.endswith(PARTIAL) and (path.is_file() or _of_folder(path) is not None)

@@ -12,7 +12,7 @@ from pathlib import Path
 from ckpt_formats.core.claims import MAX_POINTER
 from ckpt_formats.core.errors import IncompleteError, NotFoundError
 from ckpt_formats.core.files import open_regular
-from ckpt_formats.core.folders import entries_of
+from ckpt_formats.core.folders import MAX_ENTRIES, entries_of
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry.endings import SINGLE_UNIVERSAL
@@ -68,14 +68,7 @@ def find_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> tuple[Path
 
 def all_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> list[Path]:
     """All checkpoints directly in a folder, the newest last. A link to one of them is none of its own."""
-    places = _places(path)
-    names = {place.name for place in places}
-    links = {
-        place.name
-        for place in places
-        if place.is_symlink() and Path(os.path.realpath(place)).name in names - {place.name}
-    }
-    inside = [place for place in places if place.name not in links and is_checkpoint(place)]
+    inside = [place for place in places_in(path) if is_checkpoint(place)]
     return sort_by_age(inside)
 
 
@@ -101,17 +94,36 @@ def share_prefix(paths: Sequence[Path]) -> bool:
     return len(prefixes) == 1 and all(path.name[-1:].isdigit() for path in paths)
 
 
-def _places(path: Path) -> list[Path]:
-    """Folders and single files of the universal format in a folder; hidden ones are left out."""
+def places_in(path: Path) -> list[Path]:
+    """Folders and single files of the universal format in a folder, at most the newest `_MAX_FOLDERS`.
+
+    Hidden ones are left out, and links to one of the others.
+    """
     try:
-        names = [
-            entry.name
-            for entry in entries_of(path)
+        names = {
+            entry.name: entry.is_symlink()
+            for entry, _ in zip(entries_of(path), range(MAX_ENTRIES), strict=False)
             if not entry.name.startswith(".") and (entry.is_dir() or entry.name.endswith(SINGLE_UNIVERSAL))
-        ]
+        }
     except OSError:
         return []
-    return [path / name for name in sorted(names)[:_MAX_FOLDERS]]
+    links = {
+        name
+        for name, is_link in names.items()
+        if is_link and Path(os.path.realpath(path / name)).name in names.keys() - {name}
+    }
+    in_order = sorted(names.keys() - links, key=lambda name: (_numbers(name), name))
+    return [path / name for name in in_order[-_MAX_FOLDERS:]]
+
+
+def number_in(name: str) -> int | None:
+    """The last number in a name; None if it has none."""
+    numbers = _numbers(name)
+    return numbers[-1] if numbers else None
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in _NUMBERS.findall(name)]
 
 
 def _read_pointer(path: Path) -> tuple[str, str] | None:
@@ -130,13 +142,12 @@ def _matches_pointer(folder: str, name: str) -> bool:
     """Whether a pointer names this folder, by its full name or by the number of the step."""
     if folder == name:
         return True
-    numbers = _NUMBERS.findall(folder)
-    return name.isascii() and name.isdecimal() and len(name) < 16 and len(numbers) == 1 and int(numbers[0]) == int(name)
+    return name.isascii() and name.isdecimal() and len(name) < 16 and _numbers(folder) == [int(name)]
 
 
 def _age_key(folder: Path) -> tuple[list[int], float, str]:
     """A key that sorts the newest folder last: the numbers in the name, then the time."""
-    return [int(number) for number in _NUMBERS.findall(folder.name)], folder.stat().st_mtime, folder.name
+    return _numbers(folder.name), folder.stat().st_mtime, folder.name
 
 
 def list_names(folders: Sequence[Path]) -> str:

@@ -63,7 +63,7 @@ class HttpStore(ListedStore):
     def _single(self, key: str) -> StoredObject | None:
         return None if self._is_listed else _single(self._place, key)  # `ckpt serve` has nothing beside the chain
 
-    def _level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
+    def level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
         """What is known of a folder that was not listed."""
         if self._is_listed:  # one beside the chain: only the chain is served
             return {}, []

@@ -133,7 +133,7 @@ class HubRepository(ListedStore):
             raise IncompleteError("is not in the repository any more", where=where)
         raise CorruptError(f"the hub answers with status {status}", where=where)
 
-    def _level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
+    def level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
         api = HfApi(token=False if self.anonymous else None)
         try:
             entries = list(api.list_repo_tree(self._name, key or None, revision=self._commit, repo_type=self._kind))

@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from threading import Lock
@@ -58,8 +58,11 @@ class StoredName:
 class ListedStore(ABC):
     """A `Store`, of which the objects below one prefix are known. Threads may share it."""
 
-    def __init__(self, url: str, objects: Mapping[str, StoredObject], root: str) -> None:
-        """`objects`: all of those below the key `root`, or that object itself."""
+    def __init__(self, url: str, objects: Mapping[str, StoredObject], root: str, unlisted: Sequence[str] = ()) -> None:
+        """`objects`: all of those below the key `root`, or that object itself.
+
+        `unlisted`: names of folders at the root, of which no object is known.
+        """
         self._url, self._root = url, root
         self._objects = dict(objects)
         self._folders: dict[str, dict[str, bool]] = {}
@@ -69,13 +72,16 @@ class ListedStore(ABC):
         self._ahead = ReadAhead(self.get)
         for key in objects:
             _note(self._folders, key)
+        for name in unlisted:
+            self._folders.setdefault(root, {})[name] = True
+            self._folders.setdefault(f"{root}/{name}" if root else name, {})
 
     @abstractmethod
     def get(self, key: str, offset: int, nbytes: int) -> memoryview:
         """A range of an object. Raises `CorruptError`, `IncompleteError` or `OSError`."""
 
     @abstractmethod
-    def _level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
+    def level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
         """The objects in a folder that was not listed, and the names of the folders in it."""
 
     @property
@@ -84,7 +90,7 @@ class ListedStore(ABC):
 
     def _single(self, key: str) -> StoredObject | None:
         """An object that was not listed; None if there is none, or if the store does not say."""
-        return self._level(key.rpartition("/")[0])[0].get(key)
+        return self.level(key.rpartition("/")[0])[0].get(key)
 
     def stat(self, key: str) -> os.stat_result:
         if (known := self._known(key)) is not None:
@@ -145,7 +151,7 @@ class ListedStore(ABC):
             return self._folders.get(key, {})
         with self._lock:
             if key not in self._siblings:
-                objects, folders = self._level(key)
+                objects, folders = self.level(key)
                 self._objects |= {path: one for path, one in objects.items() if path not in self._objects}
                 names = {path.rpartition("/")[2]: False for path in objects}
                 self._siblings[key] = names | dict.fromkeys(folders, True)

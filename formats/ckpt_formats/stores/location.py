@@ -39,6 +39,18 @@ def source_path(place: StrPath, anonymous: bool = False) -> Path:
         UnsupportedError: The URL is of a store that ckpt does not know, or the package for it is not installed.
         NotFoundError: The store cannot be reached, or refuses.
     """
+    return _read_path(place, anonymous, one_level=False)
+
+
+def level_path(place: StrPath, anonymous: bool = False) -> Path:
+    """As `source_path`; but of a bucket, only what is directly in the folder is listed, and not what is below.
+
+    A path in it is opened by `listed_again`.
+    """
+    return _read_path(place, anonymous, one_level=True)
+
+
+def _read_path(place: StrPath, anonymous: bool, one_level: bool) -> Path:
     if isinstance(place, Path):
         return place
     place = os.fspath(place)
@@ -54,10 +66,10 @@ def source_path(place: StrPath, anonymous: bool = False) -> Path:
         return _hub_path(place, parts, anonymous)
     url, key = _bucket(kind, parts, place)
     try:
-        from ckpt_formats.stores.object_store import open_store
+        from ckpt_formats.stores import object_store
     except ModuleNotFoundError as error:
         raise _missing(error, "cloud", place) from None
-    return open_store(url, key, anonymous)
+    return (object_store.open_level if one_level else object_store.open_store)(url, key, anonymous)
 
 
 def _scheme(place: str) -> str | None:

@@ -4,7 +4,7 @@ Each range is requested with the e_tag of the listing, so an object that changes
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -49,9 +49,17 @@ _WAIT = "Read it when no process writes it any more."
 class ObjectStore(ListedStore):
     """A bucket."""
 
-    def __init__(self, url: str, objects: Mapping[str, StoredObject], root: str, anonymous: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        objects: Mapping[str, StoredObject],
+        root: str,
+        anonymous: bool = False,
+        unlisted: Sequence[str] = (),
+    ) -> None:
         """`anonymous`: requests are not signed."""
-        super().__init__(url, objects, root)
+        super().__init__(url, objects, root, unlisted)
+        self._unlisted = tuple(unlisted)
         self.anonymous = anonymous
         self._repeated = Repetition()
         self._tags = TagChecks()
@@ -60,7 +68,7 @@ class ObjectStore(ListedStore):
         self._client = client_of(url, self._repeated.policy.http(), anonymous=anonymous, retries=ONCE)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._url, self._objects, self._root, self.anonymous)
+        return type(self), (self._url, self._objects, self._root, self.anonymous, self._unlisted)
 
     def get(self, key: str, offset: int, nbytes: int) -> memoryview:
         where, request = f"{self._url}/{key}", partial(self._request, key, offset, nbytes)
@@ -140,7 +148,7 @@ class ObjectStore(ListedStore):
     def _single(self, key: str) -> StoredObject | None:
         return _single(self._client, self._repeated, key, f"{self._url}/{key}")
 
-    def _level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
+    def level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
         """A folder that was not named: what the store refuses to list is as if it were not there."""
 
         def listed() -> Any:
@@ -186,6 +194,23 @@ def open_store(url: str, key: str, anonymous: bool = False) -> StorePath:
     return _open_once(url, key, anonymous)
 
 
+def open_level(url: str, key: str, anonymous: bool = False) -> StorePath:
+    """The path of a folder, of which only what is directly in it is listed. Raises as `open_store`.
+
+    A bucket that may not be listed seems empty.
+    """
+    store = ObjectStore(url, {}, key, anonymous)
+    try:
+        objects, folders = store.level(key)
+    except StoreError as error:
+        raise _unreadable(error.strerror, error.hint, f"{url}/{key}") from None
+    return StorePath(ObjectStore(url, objects, key, anonymous, folders), key)
+
+
+def _unreadable(text: str, hint: str | None, where: str) -> NotFoundError:
+    return NotFoundError(f"the store cannot be read: {text}", where=where, hint=hint)
+
+
 def _open_once(url: str, key: str, anonymous: bool) -> StorePath:
     repeated = Repetition()
     try:
@@ -203,8 +228,7 @@ def _open_once(url: str, key: str, anonymous: bool) -> StorePath:
             StorePath(store, list_key).read_bytes()
     except (StoreError, Transient) as error:
         text = error.strerror if isinstance(error, StoreError) else error.text
-        where = f"{url}/{key}"
-        raise NotFoundError(f"the store cannot be read: {text}", where=where, hint=error.hint) from None
+        raise _unreadable(text, error.hint, f"{url}/{key}") from None
     return StorePath(store, key)
 
 

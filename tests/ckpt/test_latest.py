@@ -1,0 +1,108 @@
+"""The newest whole checkpoint of a run, in a folder, in a bucket, and of a chain."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ckpt
+from damage import BROKEN, NOT_FOUND, SAMPLES
+from damage import ckpt as command
+from object_stores import StoreServer, killing, reached
+
+
+def model(folder: Path, value: float) -> None:
+    folder.mkdir(parents=True)
+    save_file({"w": np.full(3, value, np.float32)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "new"}')
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Of four steps, of which the newest has no tensors, and the one before it a short file. A link names one more."""
+    for step in (9, 10, 100, 200):
+        model(tmp_path / f"checkpoint-{step}", step)
+    (tmp_path / "checkpoint-200" / "model.safetensors").write_bytes(b"")
+    short = tmp_path / "checkpoint-100" / "model.safetensors"
+    short.write_bytes(short.read_bytes()[:-4])
+    (tmp_path / "last").symlink_to("checkpoint-9")
+    (tmp_path / "checkpoint-300").mkdir()
+    (tmp_path / "logs-400").mkdir()
+    return tmp_path
+
+
+def test_latest_is_the_newest_whole_checkpoint_by_number(run: Path) -> None:
+    found = ckpt.runs.latest(run)
+    assert (found.path, found.step) == (run / "checkpoint-10", 10)
+    assert found.checkpoint["w"].weight[:].tolist() == [10.0] * 3
+    assert [one.path.name for one in found.passed_over] == ["checkpoint-200", "checkpoint-100"]
+    done = command("latest", run)
+    assert done.out == f"{run / 'checkpoint-10'}\n"
+    assert [line.split(":")[1] for line in done.err.splitlines()] == [
+        " passed over checkpoint-200",
+        " passed over checkpoint-100",
+    ]
+    report = json.loads(command("latest", run, "--json").out)
+    assert (report["path"], report["step"], len(report["passed_over"])) == (str(found.path), 10, 2)
+
+
+def test_latest_takes_a_checkpoint_without_number_if_it_states_a_later_step(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    for name, step in (("epoch=0-step=7", 7), ("last", 9), ("best", 5)):
+        (tmp_path / name).mkdir()
+        tensors = {"state_dict": {"w": torch.ones(2)}, "global_step": step, "pytorch-lightning_version": "2.6.0"}
+        torch.save(tensors, tmp_path / name / "checkpoint.ckpt")
+    assert ckpt.runs.latest(tmp_path).path.name == "last"
+    shutil.rmtree(tmp_path / "last")
+    assert ckpt.runs.latest(tmp_path).path.name == "epoch=0-step=7"
+
+
+def test_latest_with_verify_passes_over_a_flipped_bit(tmp_path: Path) -> None:
+    source = ckpt.open(SAMPLES / "universal-1-plain").weights_only()
+    for step in (1, 2):
+        ckpt.save(source, tmp_path / f"copy{step}", ckpt.Universal())
+    pack = next((tmp_path / "copy2" / "packs").rglob("*.safetensors"))
+    data = bytearray(pack.read_bytes())
+    data[-1] ^= 1
+    pack.write_bytes(data)
+    assert command("latest", tmp_path).out == f"{tmp_path / 'copy2'}\n"
+    done = command("latest", tmp_path, "--verify")
+    assert done.out == f"{tmp_path / 'copy1'}\n"
+    assert "passed over copy2" in done.err
+    assert "checksum" in done.err
+
+
+def test_latest_of_a_chain_is_its_last_state() -> None:
+    chain = SAMPLES / "universal-1-delta"
+    found = ckpt.runs.latest(chain)
+    assert str(found.path) == f"{chain}@{found.step}"
+    assert ckpt.open(found.path).step == ckpt.open(chain).step == found.step
+
+
+def test_latest_says_why_there_is_none(run: Path, tmp_path: Path) -> None:
+    for name in ("checkpoint-9", "checkpoint-10"):
+        shutil.rmtree(run / name)
+    done = command("latest", run)
+    assert (done.code, done.out) == (BROKEN, "")
+    assert "none of its checkpoints is whole; the newest is checkpoint-200" in done.err
+    assert command("latest", run / "checkpoint-300").code == NOT_FOUND
+    assert command("latest", run / "gone").code == NOT_FOUND
+
+
+def test_latest_lists_one_level_of_a_bucket_and_opens_the_newest(
+    run: Path, server: StoreServer, user: StoreServer
+) -> None:
+    url = server.put("run", run)
+    with killing(server) as counter, reached(StoreServer(counter.endpoint)):
+        found = ckpt.runs.latest(url)
+        assert str(found.path) == f"{url}/checkpoint-10"
+        assert found.checkpoint["w"].weight[:].tolist() == [10.0] * 3
+        listings = [request for request in counter.seen if "list-type" in request]
+        # The folder itself, and each of the three that were looked at; those that have no objects are not there.
+        assert len(listings) == 4
+        assert not [request for request in counter.seen if "checkpoint-9/" in request]
+    assert command("latest", url).out == f"{url}/checkpoint-10\n"
+    assert command("latest", f"{url}/gone").code == NOT_FOUND
