@@ -60,6 +60,7 @@ COMMANDS = {
     "decompress": "ckpt_cli.commands.decompress:decompress",
     "doctor": "ckpt_cli.commands.doctor:doctor",
     "seal": "ckpt_cli.commands.seal:seal",
+    "prune": "ckpt_cli.commands.prune:prune",
     "clean": "ckpt_cli.commands.clean:clean",
     "formats": "ckpt_cli.commands.formats:formats",
     "completion": "ckpt_cli.commands.completion:completion",

@@ -12,19 +12,19 @@ from ckpt_formats.core.text import printable
 def show_latest(run: str, verify: bool, options: ReadOptions, as_json: bool) -> None:
     """Print its path; notes name newer ones that are not whole."""
     with reading_headers(run):
-        found = latest(run, verify=verify, options=options, anonymous=is_anonymous())
-    for one in found.passed_over:
+        newest = latest(run, verify=verify, options=options, anonymous=is_anonymous())
+    for one in newest.passed_over:
         notes.note(Notice(f"passed over {printable(one.path.name)}: {printable(one.reason)}", weight=Weight.UNSURE))
     if not as_json:
-        conclude(printable(str(found.path)))
+        conclude(printable(str(newest.path)))
         return
     data(
         {
-            "path": str(found.path),
-            "name": found.path.name,
-            "step": found.step,
-            "format": found.checkpoint.format,
+            "path": str(newest.path),
+            "name": newest.path.name,
+            "step": newest.step,
+            "format": newest.checkpoint.format,
             "verified": verify,
-            "passed_over": [{"path": str(one.path), "problem": one.reason} for one in found.passed_over],
+            "passed_over": [{"path": str(one.path), "problem": one.reason} for one in newest.passed_over],
         }
     )

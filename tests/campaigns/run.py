@@ -53,6 +53,7 @@ class Work:
 WORKS = {
     "universal_kills": Work("universal_kills:rounds", "what writes universal checkpoints and chains is killed"),
     "store_kills": Work("store_kills:rounds", "what writes checkpoints and chains into a bucket is killed"),
+    "prune_kills": Work("prune_kills:rounds", "what removes checkpoints of a run is killed"),
     "shard_kills": Work("shard_kills:rounds", "shards that write one folder are killed"),
     "shard_store_kills": Work("shard_store_kills:kills", "shards and commits that write into a bucket are killed"),
     "shard_store_waits": Work("shard_store_kills:waits", "shards wait in a bucket until others have published"),

@@ -1,6 +1,7 @@
 """Each command's JSON has the form that docs/json.md states: every field, and no other; errors too."""
 
 import json
+import os
 import runpy
 import shutil
 import sys
@@ -35,6 +36,10 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     published.publish(2, {"weight": weight + 1})
     for name in ("a", "b"):
         save_file({"layer.weight": weight, "layer.bias": weight[0]}, folder / f"{name}.safetensors")
+        (step := folder / "run" / f"step-{len(name) + (name == 'b')}").mkdir(parents=True)
+        save_file({"layer.weight": weight}, step / "model.safetensors")
+        for path in (step / "model.safetensors", step):
+            os.utime(path, (1_700_000_000, 1_700_000_000))
     (folder / "adapter").mkdir()
     prefix = "base_model.model.layer"
     pair = {f"{prefix}.lora_A.weight": weight[:2], f"{prefix}.lora_B.weight": weight[:, :2].copy()}
@@ -79,6 +84,7 @@ RUNS: dict[str, list[list[Any]]] = {
     "commit": [["u"]],
     "copy": [["u", "copied"], ["u", "x", "--dry-run"]],
     "seal": [["a.safetensors", "--dry-run"], ["a.safetensors"]],
+    "prune": [["run", "--keep", "last:1", "--dry-run"]],
     "clean": [["x"]],
     "formats": [[], ["--families"]],
     "completion": [["fish"]],
@@ -115,6 +121,7 @@ WRONG: dict[str, list[Any]] = {
     "doctor": ["gone"],
     "commit": ["gone"],
     "seal": ["gone"],
+    "prune": ["gone", "--keep", "last:1"],
     "clean": [],
     "formats": ["too many"],
     "completion": ["tcsh"],

@@ -21,6 +21,7 @@ KILLED, FAILED = 99, 98
 SECONDS = 120
 """What a child may take; then it is hung."""
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate"}
+REMOVALS = {"os.remove", "os.rmdir"}
 WRITES = ("fsync", "write", "pwrite")
 
 
@@ -95,7 +96,8 @@ def _be(work: Callable[[], object], folder: Path, point: int | None, act: Callab
 
     def hook(event: str, given: tuple[Any, ...]) -> None:
         changes = event in CHANGES or (event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR))
-        if changes and str(given[0]).startswith(within):
+        in_opened = event in REMOVALS and given[1] != -1  # of a folder that is open: shutil.rmtree removes so
+        if changes and (in_opened or str(given[0]).startswith(within)):
             change()
 
     def before(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ckpt.pipeline import folder_target
 from ckpt.pipeline.job_note import JobNote
+from ckpt.pipeline.removal import finish_removal
 from ckpt.pipeline.resources import Execution
 from ckpt.pipeline.target import StagedTarget
 from ckpt_formats.core.arguments import StrPath, checked
@@ -64,6 +65,11 @@ class Removed:
 
 @checked
 def clean(target: StrPath) -> Removed:
-    """Remove what interrupted jobs left of a target. Raises `LockedError` while a job writes it, and `OutputError`."""
+    """Remove what interrupted jobs left of a target, and what an interrupted `ckpt.runs.prune` left of a checkpoint.
+
+    Raises `LockedError` while a job writes the target, and `OutputError`.
+    """
     path = target_path(target)
-    return Removed(*_module(path).remove(path))
+    files, nbytes = finish_removal(path)
+    removed = Removed(*_module(path).remove(path))
+    return replace(removed, files=removed.files + files, nbytes=removed.nbytes + nbytes)

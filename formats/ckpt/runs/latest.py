@@ -59,11 +59,11 @@ def latest(
             return
         from ckpt.findings.checks import verify as find_damage  # it imports all that reads values
 
-        if found := find_damage(checkpoint):
-            raise CorruptError(f"{found[0].kind}: {found[0].what}", where=found[0].where)
+        if damage := find_damage(checkpoint):
+            raise CorruptError(f"{damage[0].kind}: {damage[0].what}", where=damage[0].where)
 
-    found = newest_whole(run, options, anonymous, check)
-    assert found.checkpoint is not None
-    assert found.path is not None
-    passed_over = tuple(PassedOver(path, str(error)) for path, error in found.passed_over.items())
-    return Latest(found.path, step_of(found.checkpoint), found.checkpoint, passed_over)
+    newest = newest_whole(run, options, anonymous, check)
+    assert newest.checkpoint is not None
+    assert newest.path is not None
+    passed_over = tuple(PassedOver(path, str(error)) for path, error in newest.passed_over.items())
+    return Latest(newest.path, step_of(newest.checkpoint), newest.checkpoint, passed_over)

@@ -8,6 +8,9 @@ from typing import TypeVar
 PARTIAL = ".ckpt-partial"
 """The suffix of a folder in which a checkpoint is being written."""
 
+REMOVED = ".ckpt-removed"
+"""The suffix of a checkpoint that is being removed."""
+
 STAGED = ".ckpt"
 """The folder, in a target that is in a store, for what is known of the job that writes it."""
 

@@ -85,22 +85,22 @@ def newest_whole(
         return _last_of_chain(folder, options, check)
     places = _places(folder)
     newest_first = (place for place in reversed(places) if number_in(place.name) is not None)
-    found = first_whole(_checkpoints(newest_first), options, check)
-    step = None if found.checkpoint is None else step_of(found.checkpoint)
+    newest = first_whole(_checkpoints(newest_first), options, check)
+    step = None if newest.checkpoint is None else step_of(newest.checkpoint)
     for path in _checkpoints(place for place in places if number_in(place.name) is None):
         other = first_whole([path], options, check)
-        found.passed_over.update(other.passed_over)
+        newest.passed_over.update(other.passed_over)
         if other.checkpoint is None:
             continue
         own = other.checkpoint.step
-        if found.checkpoint is None or (own is not None and (step is None or own > step)):
-            found, step = NewestWhole(other.checkpoint, path, found.passed_over), own
-    if found.checkpoint is not None:
-        return found
-    if not found.passed_over:
+        if newest.checkpoint is None or (own is not None and (step is None or own > step)):
+            newest, step = NewestWhole(other.checkpoint, path, newest.passed_over), own
+    if newest.checkpoint is not None:
+        return newest
+    if not newest.passed_over:
         hint = "Name the folder in which a run saves its checkpoints, not one of them."
         raise NotFoundError("holds no checkpoint", where=printable(str(run)), hint=hint)
-    path, error = next(iter(found.passed_over.items()))
+    path, error = next(iter(newest.passed_over.items()))
     what = f"none of its checkpoints is whole; the newest is {printable(path.name)}: {error.what}"
     raise IncompleteError(what, where=printable(str(run)))
 

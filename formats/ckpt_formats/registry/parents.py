@@ -14,6 +14,7 @@ from ckpt_formats.core.errors import IncompleteError, NotFoundError
 from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.folders import MAX_ENTRIES, entries_of
 from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry.endings import SINGLE_UNIVERSAL
 
@@ -88,6 +89,14 @@ def named_by_pointer(path: Path, inside: Sequence[Path]) -> Path | None:
     return None if pointed is None else next((one for one in inside if _matches_pointer(one.name, pointed[1])), None)
 
 
+def all_named_by_pointers(path: Path, inside: Sequence[Path]) -> set[Path]:
+    """The checkpoints that any file or link in a folder names, as `latest` does."""
+    names = {name for pointer in POINTERS if (name := _named_in(path / pointer)) is not None}
+    if not is_remote(path):
+        names |= {Path(os.path.realpath(one)).name for one in path.iterdir() if one.is_symlink()}
+    return {one for one in inside if any(_matches_pointer(one.name, name) for name in names)}
+
+
 def share_prefix(paths: Sequence[Path]) -> bool:
     """Whether names differ only in the number at their ends, as those of the steps of one run do."""
     prefixes = {re.sub(r"\d+$", "", path.name) for path in paths}
@@ -127,15 +136,18 @@ def _numbers(name: str) -> list[int]:
 
 
 def _read_pointer(path: Path) -> tuple[str, str] | None:
-    for pointer in POINTERS:
-        if (path / pointer).is_symlink() and (path / pointer).is_dir():
-            return pointer, Path(os.path.realpath(path / pointer)).name
-        if not (path / pointer).exists():
-            continue
-        with open_regular(path / pointer) as file:
-            name = file.read(MAX_POINTER).decode("utf-8", "replace").strip()
-        return pointer, Path(name).name
-    return None
+    """The first of the files that name a checkpoint, and the name in it."""
+    return next(((one, name) for one in POINTERS if (name := _named_in(path / one)) is not None), None)
+
+
+def _named_in(pointer: Path) -> str | None:
+    """The name of the checkpoint that a file or a link names; None if it is not there."""
+    if pointer.is_symlink() and pointer.is_dir():
+        return Path(os.path.realpath(pointer)).name
+    if not pointer.exists():
+        return None
+    with open_regular(pointer) as file:
+        return Path(file.read(MAX_POINTER).decode("utf-8", "replace").strip()).name
 
 
 def _matches_pointer(folder: str, name: str) -> bool:

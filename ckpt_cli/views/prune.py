@@ -1,0 +1,79 @@
+"""Run `prune`, and show which checkpoints stay and which go."""
+
+from datetime import datetime, timezone
+
+from ckpt.runs.prune import PrunedCheckpoint, PruneResult, prune
+from ckpt_cli import notes
+from ckpt_cli.progress import doing
+from ckpt_cli.reading import is_anonymous
+from ckpt_cli.views import columns
+from ckpt_cli.views.report import conclude, data
+from ckpt_formats.core.format import ReadOptions
+from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.stores.location import source_path
+
+
+def prune_run(
+    run: str, keep: str, incomplete: bool, settled: float, dry_run: bool, options: ReadOptions, as_json: bool
+) -> None:
+    """Remove checkpoints, or show which ones would be removed."""
+    with doing(f"looking at the checkpoints in {printable(run)}"):
+        place = source_path(run, is_anonymous())
+        result = prune(place, keep, incomplete=incomplete, settled=settled, dry_run=dry_run, options=options)
+    freed = sum(one.nbytes for one in result.removed)
+    if result.finished:
+        notes.note(f"what an interrupted removal had left is gone: {', '.join(map(printable, result.finished))}")
+    if as_json:
+        data(
+            {
+                "run": str(result.run),
+                "dry_run": dry_run,
+                "kept": list(map(_json, result.kept)),
+                "removed": list(map(_json, result.removed)),
+                "incomplete": list(map(_json, result.incomplete)),
+                "freed_nbytes": freed,
+                "finished": list(result.finished),
+            }
+        )
+        return
+    notes.flush()
+    _show(result, dry_run)
+    total = len(result.kept) + len(result.removed) + len(result.incomplete)
+    verb = "would remove" if dry_run else "removed"
+    conclude(
+        f"{verb} {len(result.removed)} of {total} checkpoints, {format_nbytes(freed)}: {printable(str(result.run))}"
+    )
+
+
+def _show(result: PruneResult, dry_run: bool) -> None:
+    """Print a row for each checkpoint, the newest first."""
+    gone = "would go" if dry_run else "removed"
+    rows = [
+        *((one, f"stays: {one.reason}") for one in result.kept),
+        *((one, f"{gone}{f': not whole: {one.reason}' if one.reason else ''}") for one in result.removed),
+        *((one, f"stays: not whole: {one.reason}") for one in result.incomplete),
+    ]
+    order = {one.path: number for number, (one, _) in enumerate(rows)}
+    rows.sort(key=lambda row: (row[0].step is None, -(row[0].step or 0), order[row[0].path]))
+    cells = [
+        (
+            printable(one.path.name),
+            "-" if one.step is None else str(one.step),
+            format_nbytes(one.nbytes),
+            datetime.fromtimestamp(one.modified, timezone.utc).strftime("%Y-%m-%d %H:%M"),
+            printable(what),
+        )
+        for one, what in rows
+    ]
+    columns.show(columns.table(("name", "step", "size", "saved (UTC)", ""), cells, right=(1, 2), breaks=(4,)))
+
+
+def _json(one: PrunedCheckpoint) -> dict[str, object]:
+    return {
+        "path": str(one.path),
+        "name": one.path.name,
+        "step": one.step,
+        "nbytes": one.nbytes,
+        "modified": one.modified,
+        "reason": one.reason,
+    }

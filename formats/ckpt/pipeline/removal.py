@@ -1,0 +1,128 @@
+"""Remove a checkpoint so that a crash at any moment leaves it whole, or a remainder that nothing takes for one.
+
+In a folder it is renamed to `.NAME.ckpt-removed` first, then deleted. In a store, a note like that of a job that has
+not published its target is put below it first: from the first deletion on, no reader opens what is left. `ckpt clean
+NAME` and the next removal in the same folder finish both.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ckpt.pipeline.job_note import JobNote
+from ckpt_formats.core.claims import MAX_LIST
+from ckpt_formats.core.errors import OutputError
+from ckpt_formats.core.folders import entries_of
+from ckpt_formats.core.locking import unwritable
+from ckpt_formats.core.place import Place
+from ckpt_formats.core.publish import flush, rename_new
+from ckpt_formats.core.store_path import StorePath, is_remote
+from ckpt_formats.core.text import REMOVED, STAGED
+from ckpt_formats.registry.marks import is_mark
+from ckpt_formats.stores.location import place_at
+
+_JOB, _REMOVAL = f"{STAGED}/job", f"{STAGED}/removal"
+_NO_JOB = "removal"
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove the file or folder at a path, which must exist. Raises `OutputError`."""
+    try:
+        if is_remote(path):
+            _remove_from_store(path)
+        else:
+            aside = set_aside_path(path)
+            _delete(aside)
+            rename_new(path, aside)
+            flush(path.parent)
+            _delete(aside)
+    except OSError as error:
+        raise unwritable(error, path) from error
+
+
+def set_aside_path(path: Path) -> Path:
+    """Where a checkpoint is while it is removed."""
+    return path.with_name(f".{path.name}{REMOVED}")
+
+
+def finish_removals(folder: Path) -> list[str]:
+    """Finish the removals that were interrupted in a folder. Returns the names of the checkpoints."""
+    names = list(_interrupted(folder))
+    for name in names:
+        finish_removal(folder / name)
+    return names
+
+
+def finish_removal(path: Path) -> tuple[int, int]:
+    """Finish the removal of a checkpoint, if one was interrupted. Returns the numbers of files and bytes."""
+    try:
+        if is_remote(path):
+            return _finish_in_store(path)
+        aside = set_aside_path(path)
+        files = [aside] if aside.is_file() else [one for one in aside.rglob("*") if one.is_file()]
+        nbytes = sum(one.lstat().st_size for one in files)
+        _delete(aside)
+        return len(files), nbytes
+    except OSError as error:
+        raise unwritable(error, path) from error
+
+
+def _interrupted(folder: Path) -> Iterator[str]:
+    for entry in entries_of(folder):
+        if is_remote(folder):
+            if entry.is_dir() and (folder / entry.name / _REMOVAL).is_file():
+                yield entry.name
+        elif entry.name.startswith(".") and entry.name.endswith(REMOVED) and len(entry.name) > len(REMOVED) + 1:
+            yield entry.name[1 : -len(REMOVED)]
+
+
+def _delete(path: Path) -> None:
+    """Delete a file or a folder, if it exists. Links are not followed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _remove_from_store(path: StorePath) -> None:
+    place = place_at(path)
+    if path.is_file():
+        place_at(path.parent).delete([path.name])
+        return
+    objects = {name: one.e_tag for name, one in place.list().items() if not name.startswith(f"{STAGED}/")}
+    note = JobNote.of(_NO_JOB, path, path, _NO_JOB, list(objects), None)
+    removal = json.dumps(objects).encode()
+    if max(len(removal), len(note.to_json())) > MAX_LIST:
+        raise OutputError("has too many objects to be removed", where=path, hint="Remove it with the store's tools.")
+    with suppress(FileExistsError):
+        place.create(_REMOVAL, removal)
+    with suppress(FileExistsError):
+        place.create(_JOB, note.to_json())
+    _delete_objects(place, objects)
+
+
+def _finish_in_store(path: StorePath) -> tuple[int, int]:
+    """Delete the objects that are still those that were there when the removal began, then its notes."""
+    place = place_at(path)
+    read = place.read(_REMOVAL)
+    if read is None:
+        return 0, 0
+    try:
+        stated = json.loads(read[0])
+        assert isinstance(stated, dict)
+    except (ValueError, RecursionError, AssertionError):
+        raise OutputError("is not the note of a removal", where=place.where(_REMOVAL), hint="Remove it.") from None
+    left = {name: one for name, one in place.list().items() if stated.get(name) == one.e_tag}
+    _delete_objects(place, left)
+    return len(left), sum(one.nbytes for one in left.values())
+
+
+def _delete_objects(place: Place, names: Mapping[str, object]) -> None:
+    """Delete objects, those by which formats know a checkpoint first, and the notes of the removal last."""
+    marks = set(filter(is_mark, names))
+    place.delete(marks)
+    place.delete(names.keys() - marks)
+    place.delete([_JOB])
+    place.delete([_REMOVAL])

@@ -1,0 +1,206 @@
+"""Checkpoints of a run are removed by rules, never the last whole one, and nothing else is touched."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import obstore
+import pytest
+from safetensors.numpy import save_file
+
+import ckpt
+from ckpt.runs import PruneResult
+from ckpt_cli.main import USAGE
+from damage import BROKEN, NOT_FOUND, SAMPLES
+from damage import ckpt as command
+from object_stores import StoreServer
+from prune_kills import folder_round, make_run
+
+DAY = 86_400
+NOON = 1_700_049_600 - 1_700_049_600 % DAY + DAY // 2
+
+
+def model(folder: Path, value: float, saved: float = NOON, **state: object) -> None:
+    folder.mkdir(parents=True)
+    save_file({"w": np.full(3, value, np.float32)}, folder / "model.safetensors")
+    if state:
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (saved, saved))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Twelve steps, three on each of four days; the newest is incomplete, and so is one in between."""
+    for number in range(12):
+        model(tmp_path / f"checkpoint-{number * 10}", number, NOON + number // 3 * DAY + number)
+    for number in (11, 4):
+        os.truncate(path := tmp_path / f"checkpoint-{number * 10}" / "model.safetensors", 10)
+        os.utime(path, (NOON, NOON))
+    (tmp_path / "latest").write_text("checkpoint-50")
+    (tmp_path / "link").symlink_to("checkpoint-60")
+    model(tmp_path / "base", 7.0)
+    model(tmp_path / "Llama-3", 8.0)
+    (tmp_path / "checkpoint-400").write_text("a file of this name")
+    return tmp_path
+
+
+def names(rows: object) -> list[str]:
+    return [one.path.name for one in rows]  # type: ignore[attr-defined]
+
+
+def numbers(result: PruneResult) -> list[int]:
+    return [one.step for one in result.kept if one.step is not None]
+
+
+def test_prune_keeps_what_rules_and_pointers_name_and_removes_the_rest(run: Path) -> None:
+    before = sorted(path.name for path in run.iterdir())
+    planned = ckpt.runs.prune(run, "last:2,every:40", dry_run=True)
+    assert sorted(path.name for path in run.iterdir()) == before
+    result = ckpt.runs.prune(run, "last:2,every:40")
+    assert names(result.removed) == names(planned.removed) == [f"checkpoint-{n}" for n in (70, 30, 20, 10)]
+    reasons = {one.path.name: one.reason for one in result.kept}
+    assert reasons == {
+        "checkpoint-100": "last:2",
+        "checkpoint-90": "last:2",
+        "checkpoint-80": "every:40",
+        "checkpoint-60": "a file or a link names it",
+        "checkpoint-50": "a file or a link names it",
+        "checkpoint-0": "every:40",
+    }
+    assert names(result.incomplete) == ["checkpoint-110", "checkpoint-40"]
+    assert sorted(path.name for path in run.iterdir()) == sorted(set(before) - set(names(result.removed)))
+    again = ckpt.runs.prune(run, "last:2,every:40", incomplete=True)
+    assert names(again.removed) == ["checkpoint-40"]
+    assert names(again.incomplete) == ["checkpoint-110"]  # it may be the one that is being written
+
+
+@pytest.mark.parametrize(
+    ("rules", "steps"),
+    [
+        ("daily:2", [100, 80]),
+        ("daily:9", [100, 80, 50, 20]),
+        ("weekly:1", [100]),
+        ("monthly:3,hourly:1", [100]),
+        ("yearly:1,every:30", [100, 90, 60, 30, 0]),
+        ("last:1", [100]),
+    ],
+)
+def test_rules_of_times_keep_the_newest_of_each_period(rules: str, steps: list[int], run: Path) -> None:
+    (run / "latest").unlink()
+    (run / "link").unlink()
+    assert numbers(ckpt.runs.prune(run, rules, dry_run=True)) == steps
+
+
+def test_the_best_is_that_of_the_newest_state_of_a_trainer(tmp_path: Path) -> None:
+    for step, best in ((1, 1), (2, 1), (3, 2), (4, 2)):
+        model(tmp_path / f"checkpoint-{step}", step, global_step=step, best_model_checkpoint=f"out/checkpoint-{best}")
+    assert numbers(ckpt.runs.prune(tmp_path, "best", dry_run=True)) == [4, 2]
+
+
+def test_prune_removes_nothing_until_a_newer_one_is_whole_and_settled(tmp_path: Path) -> None:
+    model(tmp_path / "step-1", 1)
+    save_file({"w": np.zeros(3, np.float32)}, tmp_path / "step-1" / "model.safetensors")  # written just now
+    with pytest.raises(ckpt.errors.IncompleteError, match="left alone"):
+        ckpt.runs.prune(tmp_path, "last:1")
+    model(tmp_path / "step-0", 0)
+    model(tmp_path / "step--1", 0)
+    model(tmp_path / "step-2", 2)
+    (tmp_path / "step-2" / "model.safetensors").write_bytes(b"")
+    result = ckpt.runs.prune(tmp_path, "last:1")
+    assert {one.path.name: one.reason for one in result.kept} == {
+        "step-1": "newer than the newest whole one",
+        "step-0": "last:1",
+    }
+    assert result.removed == ()
+    assert names(ckpt.runs.prune(tmp_path, "last:1", settled=0).removed) == ["step-0"]
+
+
+def test_prune_keeps_a_checkpoint_from_which_a_kept_one_reads(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        model(tmp_path / f"step-{step}", step)
+    for step, other in ((3, 1), (1, 2)):
+        (file := tmp_path / f"step-{step}" / "model.safetensors").unlink()
+        file.symlink_to(f"../step-{other}/model.safetensors")
+    result = ckpt.runs.prune(tmp_path, "last:1", dry_run=True)
+    assert [(one.step, one.reason) for one in result.kept[1:]] == [
+        (2, "another one that stays reads from it"),
+        (1, "another one that stays reads from it"),
+    ]
+
+
+def test_prune_removes_single_files_of_a_run(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        path = tmp_path / f"epoch=0-step={step}.safetensors"
+        save_file({"w": np.full(3, step, np.float32)}, path)
+        os.utime(path, (NOON, NOON))
+    removed = names(ckpt.runs.prune(tmp_path, "last:1").removed)
+    assert removed == ["epoch=0-step=20.safetensors", "epoch=0-step=10.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch=0-step=30.safetensors"]
+
+
+def test_prune_in_a_bucket_removes_the_objects_of_a_checkpoint(run: Path, server: StoreServer, user: object) -> None:
+    url = server.put("run", run)
+    result = ckpt.runs.prune(url, "last:2,every:40", settled=0)
+    # The link is an object like all others, and names nothing.
+    assert names(result.removed) == [f"checkpoint-{n}" for n in (70, 60, 30, 20, 10)]
+    left = {meta["path"] for page in obstore.list(server.client, "run") for meta in page}
+    assert not [key for key in left if key.startswith(("run/checkpoint-70/", "run/checkpoint-10/")) or ".ckpt" in key]
+    assert {"run/base/model.safetensors", "run/latest", "run/checkpoint-400"} <= left
+
+
+def test_command_shows_each_checkpoint_and_why_it_stays(run: Path) -> None:
+    done = command("prune", run, "--keep", "last:1,daily:2", "--dry-run")
+    assert done.out.splitlines()[-1].startswith("would remove 6 of 12 checkpoints, ")
+    rows = {line.split()[0]: line for line in done.out.splitlines() if line.startswith("checkpoint-")}
+    assert "stays: last:1, daily" in rows["checkpoint-100"]
+    assert "stays: not whole" in rows["checkpoint-110"]
+    assert "would go" in rows["checkpoint-30"]
+    report = json.loads(command("prune", run, "--keep", "last:1", "--json").out)
+    assert (len(report["removed"]), report["dry_run"]) == (7, False)
+    assert not (run / "checkpoint-30").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["run", "--keep", "newest:3"], USAGE, "keep must be last:N"),
+        (["run"], USAGE, "missing option '--keep'"),
+        ([SAMPLES / "universal-1-delta", "--keep", "last:1"], USAGE, "ckpt compact"),
+        ([SAMPLES / "damaged", "--keep", "last:1"], NOT_FOUND, "named after its step"),
+        (["broken", "--keep", "last:1"], BROKEN, "no checkpoint is whole"),
+    ],
+)
+def test_prune_refuses(
+    words: list[object], code: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model(tmp_path / "run" / "step-1", 1)
+    (tmp_path / "broken" / "step-1").mkdir(parents=True)
+    (tmp_path / "broken" / "step-1" / "model.safetensors").write_bytes(b"")
+    done = command("prune", *words)
+    assert (done.code, text in done.err) == (code, True), done.err
+
+
+def test_clean_and_the_next_prune_finish_a_removal(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        model(tmp_path / f"step-{step}", step)
+    for step in (1, 2):
+        os.rename(tmp_path / f"step-{step}", tmp_path / f".step-{step}.ckpt-removed")
+    assert ckpt.runs.latest(tmp_path).step == 3
+    assert ckpt.clean(tmp_path / "step-1").files == 1
+    assert ckpt.runs.prune(tmp_path, "last:1").finished == ("step-2",)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+@pytest.mark.slow
+def test_kills_never_lose_the_last_whole_checkpoint(tmp_path: Path) -> None:
+    """A sample of `run.py prune_kills`."""
+    make_run(tmp_path / "original")
+    generator = random.Random(1)
+    for _ in range(6):
+        folder_round(tmp_path / "original", tmp_path / "work", generator)
+    shutil.rmtree(tmp_path / "original")
