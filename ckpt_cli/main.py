@@ -11,7 +11,7 @@ from typing import Any, TextIO, cast
 
 import click
 
-from ckpt_cli import notes
+from ckpt_cli import notes, progress
 from ckpt_cli.options.command import help_text
 from ckpt_cli.options.groups import TerminalContext
 from ckpt_formats.core.errors import (
@@ -183,7 +183,9 @@ def run() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # idle threads of NumPy use the processor
     gc.set_threshold(_GARBAGE_THRESHOLD)
     verbose = any(argument in ("-v", "--verbose") for argument in _options())
-    notes.begin("--json" in _options(), verbose)
+    quiet = any(argument in ("-q", "--quiet") for argument in _options())
+    notes.begin("--json" in _options(), verbose, quiet)
+    progress.show(not quiet)
     if sys.stdout is not None and not isinstance(sys.stdout, _Output):  # None if the parent process has closed it
         sys.stdout = cast(TextIO, _Output(sys.stdout))
     signal.signal(signal.SIGTERM, _terminate)  # batch systems send it; it is handled like Ctrl-C
@@ -248,6 +250,8 @@ def _wrong_usage(error: click.ClickException) -> int:
     message = getattr(error, "message", "")
     if "No such command" in message:
         what, hint = f"there is no command {what.rpartition('command ')[2]}", _similar_command(message)
+    elif isinstance(error, click.NoSuchOption) and context is not None:
+        what, hint = f"there is no option {error.option_name}", _similar_option(error.option_name, context)
     notes.flush()
     for line in (f"error: {what}", f"where: {place}", f"hint: {hint}"):
         notes.tell(line)
@@ -261,12 +265,25 @@ def _command() -> str:
 
 
 def _similar_command(message: str) -> str:
-    """The commands whose names are like the one that does not exist, and where all are listed."""
-    from difflib import get_close_matches  # only this mistake needs it
+    """The commands that may have been meant by one that does not exist, and where all are listed."""
+    from ckpt_cli.options.suggestions import commands_like  # only this mistake needs it
 
-    close = get_close_matches(message.split("'")[1].lower(), COMMANDS, n=3)
+    word = message.split("'")[1]
+    if os.path.exists(word):
+        return f"To see what it is: ckpt inspect {printable(word)}. `ckpt --help` lists all commands."
+    close = commands_like(word, COMMANDS)
     meant = f"Did you mean {' or '.join(f'`ckpt {name}`' for name in close)}? " if close else ""
     return f"{meant}`ckpt --help` lists all commands."
+
+
+def _similar_option(word: str, context: click.Context) -> str:
+    """The options that may have been meant by one that a command does not have."""
+    from ckpt_cli.options.suggestions import options_like
+
+    options = [name for one in context.command.get_params(context) for name in (*one.opts, *one.secondary_opts)]
+    close = options_like(word, [name for name in options if name.startswith("-")])
+    meant = f"Did you mean {' or '.join(close)}? " if close else ""
+    return f"{meant}`{context.command_path} --help` explains all."
 
 
 def _print_traceback() -> None:

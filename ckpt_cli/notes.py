@@ -21,6 +21,8 @@ class Notes:
     as_json: bool = False
     verbose: bool = False
     """Show all names of each note."""
+    quiet: bool = False
+    """Print no notes."""
     taken: dict[Notice, None] = field(default_factory=dict)
     """All notes, in the order in which they came."""
     shown: set[Notice] = field(default_factory=set)
@@ -29,10 +31,10 @@ class Notes:
 _notes = Notes()
 
 
-def begin(as_json: bool, verbose: bool) -> None:
+def begin(as_json: bool, verbose: bool, quiet: bool = False) -> None:
     """Forget the notes of an earlier command in this process."""
     global _notes
-    _notes = Notes(as_json, verbose)
+    _notes = Notes(as_json, verbose, quiet)
 
 
 def note(*notices: Notice | str, weight: Weight = Weight.INFO) -> None:
@@ -47,8 +49,8 @@ def is_verbose() -> bool:
 
 
 def flush() -> None:
-    """Print the notes that are not printed yet, on stderr; none with `--json`."""
-    if _notes.as_json:
+    """Print the notes that are not printed yet, on stderr; none with `--json` or `--quiet`."""
+    if _notes.as_json or _notes.quiet:
         return
     for notice in by_weight(notice for notice in _notes.taken if notice not in _notes.shown):
         _notes.shown.add(notice)

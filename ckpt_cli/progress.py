@@ -1,13 +1,14 @@
 """Progress on stderr: what a command does, how fast, and how long it will take.
 
-It is shown on a terminal only, after half a second. Elsewhere a command is quiet: the log of a job gets its notes,
-its errors and its result.
+A terminal shows it after half a second. Elsewhere, as in the log of a job, a command prints a line each half minute.
+With `--quiet`, nothing is shown.
 """
 
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,19 @@ _SILENCE = 0.5
 """Seconds after which a terminal shows what a command does."""
 _REDRAW = 0.1
 """Seconds between two pictures of a bar."""
+_LINE_EVERY = 30.0
+"""Seconds between two lines where stderr is no terminal."""
 _NARROW = 60
 """Columns below which a terminal has no place for the bar and the bytes: no number is cut."""
+
+
+_is_shown = True
+
+
+def show(is_shown: bool) -> None:
+    """Show progress, or nothing of it, until this is called again."""
+    global _is_shown
+    _is_shown = is_shown
 
 
 class Bar:
@@ -37,8 +49,9 @@ class Bar:
         self._jobs = 0
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        if on_terminal():
-            self._thread = threading.Thread(target=self._draw, name="ckpt-progress", daemon=True)
+        if _is_shown and sys.stderr is not None:
+            work = self._draw if on_terminal() else self._tell
+            self._thread = threading.Thread(target=work, name="ckpt-progress", daemon=True)
             self._thread.start()
 
     def __call__(self, done: int, total: int) -> None:
@@ -55,6 +68,23 @@ class Bar:
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
+
+    def _tell(self) -> None:
+        """Print a line from time to time, for a log."""
+        began = time.monotonic()
+        with suppress(OSError):
+            while not self._closed.wait(_LINE_EVERY):
+                click.echo(f"{self._label}: {self._line(time.monotonic() - began)}", err=True)
+
+    def _line(self, seconds: float) -> str:
+        from ckpt_formats.core.text import format_nbytes
+
+        done, total = self._done, self._total
+        if total <= 0:
+            return f"{seconds:.0f} s"
+        rate = f"{format_nbytes(done / seconds)}/s, {seconds:.0f} s"
+        left = f", about {seconds * (total - done) / done:.0f} s left" if done else ""
+        return f"{format_nbytes(done)} of {format_nbytes(total)}, {done / total:.0%}, {rate}{left}"
 
     def _draw(self) -> None:
         if self._closed.wait(self._after):
@@ -121,8 +151,8 @@ def _progress() -> "Progress":
 
 
 def on_terminal() -> bool:
-    """Is stderr a terminal?"""
-    return sys.stderr is not None and sys.stderr.isatty()
+    """Is stderr a terminal that shows progress?"""
+    return _is_shown and sys.stderr is not None and sys.stderr.isatty()
 
 
 def _moves_cursor() -> bool:
@@ -131,20 +161,20 @@ def _moves_cursor() -> bool:
 
 
 def doing(what: str) -> AbstractContextManager[None]:
-    """Within the context, a terminal shows what the command does, if it takes more than half a second."""
-    return announced(f"{what} ...", _SILENCE, on_terminal) if on_terminal() else nullcontext()
+    """Within the context, a terminal shows what the command does after half a second, a log after half a minute."""
+    if not _is_shown or sys.stderr is None:
+        return nullcontext()
+    return announced(f"{what} ...", _SILENCE if on_terminal() else _LINE_EVERY)
 
 
 @contextmanager
-def announced(text: str, after: float, when: Callable[[], bool]) -> Iterator[None]:
-    """Within the context, print a line on stderr, once, after so many seconds, as soon as `when` returns True."""
+def announced(text: str, after: float) -> Iterator[None]:
+    """Within the context, print a line on stderr, once, after so many seconds."""
     done = threading.Event()
 
     def wait() -> None:
-        while not done.wait(after):
-            if when():
-                click.echo(text, err=True)
-                return
+        if not done.wait(after):
+            click.echo(text, err=True)
 
     threading.Thread(target=wait, name="ckpt-announced", daemon=True).start()
     try:

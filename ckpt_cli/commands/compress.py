@@ -7,6 +7,7 @@ import click
 from ckpt_cli.options.command import command, resources
 from ckpt_cli.options.encoding import encoding
 from ckpt_cli.options.source import source
+from ckpt_cli.options.target import overwriting
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
@@ -19,9 +20,16 @@ if TYPE_CHECKING:
 @click.argument("target", type=CheckpointPath())
 @encoding
 @click.option("--dry-run", is_flag=True, help="Estimate the savings from some chunks, write nothing.")
+@overwriting
 @resources(scales_out=True)
 def compress(
-    source: "Checkpoint", target: str, encoding: dict[str, Any], dry_run: bool, resources: "Execution", as_json: bool
+    source: "Checkpoint",
+    target: str,
+    encoding: dict[str, Any],
+    dry_run: bool,
+    overwrite: bool,
+    resources: "Execution",
+    as_json: bool,
 ) -> None:
     from ckpt.job import Job
     from ckpt.original import compressed_path
@@ -32,7 +40,7 @@ def compress(
 
     place, notices = compressed_path(source, target_path(target), target.endswith("/"))
     notices = (*notices, *notices_of_ending(place, Universal.name))
-    work = Job(source, place, Universal(**encoding))
+    work = Job(source, place, Universal(**encoding), overwrite)
     if dry_run:
         compress.show_estimate(work, as_json, notices)
     else:

@@ -25,6 +25,7 @@ def decompress(source: "Checkpoint", target: "Target", dry_run: bool, resources:
 
     format, notices = original_format(source, target.path, target.format_name)
     target.note_ending(format.name)
-    work = Job(source, original_path(source, target.path, format, target.format_name), target.with_options(format))
+    place = original_path(source, target.path, format, target.format_name)
+    work = Job(source, place, target.with_options(format), target.overwrite)
     notes.note(*notices)
     job.write("decompressing", work, dry_run, resources, as_json, target.seal)

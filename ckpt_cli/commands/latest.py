@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_cli.options.command import command
-from ckpt_cli.options.source import read_options
+from ckpt_cli.options.source import is_anonymous, read_options
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
@@ -19,4 +19,4 @@ if TYPE_CHECKING:
 def latest(run: str, verify: bool, options: "ReadOptions", as_json: bool) -> None:
     from ckpt_cli.views.latest import show_latest
 
-    show_latest(run, verify, options, as_json)
+    show_latest(run, verify, options, is_anonymous(), as_json)

@@ -21,5 +21,5 @@ def merge_lora(source: "Checkpoint", target: "Target", dry_run: bool, resources:
     from ckpt.job import Job
     from ckpt_cli.views import job
 
-    work = Job(source, target.path, target.format("universal", source.format))
+    work = Job(source, target.path, target.format("universal", source.format), target.overwrite)
     job.write("merging", work, dry_run, resources, as_json, target.seal)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_cli.options.command import command, dry_run
-from ckpt_cli.options.source import read_options
+from ckpt_cli.options.source import place_of, read_options
 from ckpt_cli.options.types import CheckpointPath, DurationType
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 )
 @click.option("--incomplete", is_flag=True, help="Also remove incomplete ones older than the newest whole one.")
 @click.option(
-    "--settled",
+    "--unchanged-for",
     type=DurationType(),
     default=60.0,
     show_default="1m",
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 @dry_run
 @read_options
 def prune(
-    run: str, keep: str, incomplete: bool, settled: float, dry_run: bool, options: "ReadOptions", as_json: bool
+    run: str, keep: str, incomplete: bool, unchanged_for: float, dry_run: bool, options: "ReadOptions", as_json: bool
 ) -> None:
     from ckpt_cli.views.prune import prune_run
 
-    prune_run(run, keep, incomplete, settled, dry_run, options, as_json)
+    prune_run(place_of(run), keep, incomplete, unchanged_for, dry_run, options, as_json)

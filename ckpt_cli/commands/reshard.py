@@ -25,7 +25,7 @@ def reshard(source: "Checkpoint", target: "Target", dry_run: bool, resources: "E
     from ckpt_cli.views import inspect, job
     from ckpt_formats.registry.location import detect
 
-    work = Job(source, target.path, target.format(detect(source.path).name))
+    work = Job(source, target.path, target.format(detect(source.path).name), target.overwrite)
     if dry_run:
         plan = job.planned(work)
         job.note_plan(plan, work.format.name)

@@ -24,6 +24,6 @@ def restore(state: "ChainState", target: "Target", dry_run: bool, resources: "Ex
 
     format = target.format("universal")
     if dry_run:
-        restore.show_plan(state, target.path, format, resources, as_json)
+        restore.show_plan(state, target, format, resources, as_json)
     else:
-        restore.restore(state, target.path, format, resources, as_json, seal=target.seal)
+        restore.restore(state, target, format, resources, as_json)

@@ -54,18 +54,25 @@ class PathsCommand(GroupedCommand):
 
 
 def command(name: str, as_json: bool = True) -> Callable[[Callable[..., None]], click.Command]:
-    """A command with its help text, with `-v` and, if `as_json`, `--json`."""
+    """A command with its help text, with `-v`, `-q` and, if `as_json`, `--json`."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         if as_json:
             function = _json(function)
-        return click.command(name, cls=PathsCommand, help=help_text(name))(_verbose(function))
+        return click.command(name, cls=PathsCommand, help=help_text(name))(_verbose(_quiet(function)))
 
     return decorate
 
 
 _verbose = click.option(
     "-v", "--verbose", is_flag=True, expose_value=False, help="Show all names in notes, and the traceback of an error."
+)
+_quiet = click.option(
+    "-q",
+    "--quiet",
+    is_flag=True,
+    expose_value=False,
+    help="Print no notes and no progress, only the result and errors.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with notes and errors in it.")
 

@@ -86,6 +86,13 @@ def place_of(path: str) -> "Path":
     return source_place(path)
 
 
+def is_anonymous() -> bool:
+    """Whether requests to stores have no credentials, by `--anonymous`."""
+    from ckpt_cli import reading
+
+    return reading.is_anonymous()
+
+
 def with_checkpoints_inside(path: str) -> "tuple[str | Path, list[Path]]":
     """The place that a path names, and the checkpoints in it if it is the folder of several."""
     from ckpt_cli import reading
@@ -154,6 +161,11 @@ _EDITS = (
     only,
     skip,
     click.option("--model-only", is_flag=True, help="Only the model's tensors, without optimizer and extras."),
+    click.option(
+        "--drop-optimizer",
+        is_flag=True,
+        help="Leave out the optimizer's states, its schedule and its loss scaler; step and arguments stay.",
+    ),
     click.option(
         "--dtype",
         type=FloatType(),
@@ -244,7 +256,7 @@ def _in_blocks_of_gguf(target: "Target", scheme: str, leave_plain: tuple[str, ..
 
 
 def edits(command: F) -> F:
-    """`--only`, `--skip`, `--model-only`, `--dtype`, `--quantise` and `--names`; the command gets the edited source."""
+    """`--only`, `--skip`, `--model-only`, `--drop-optimizer`, `--dtype`, `--quantise` and `--names`, for the source."""
 
     @wraps(command)
     def edited(
@@ -253,6 +265,7 @@ def edits(command: F) -> F:
         only: tuple[str, ...],
         skip: tuple[str, ...],
         model_only: bool,
+        drop_optimizer: bool,
         dtype: str | None,
         allow_overflow: bool,
         quantise: str | None,
@@ -278,6 +291,8 @@ def edits(command: F) -> F:
             raise click.UsageError("--allow-overflow is about the values that --dtype rounds: give --dtype, too.")
         if dtype:
             source = noted(source.cast(dtype, allow_overflow))
+        if drop_optimizer:
+            source = source.without_optimizer()
         if leave_plain and not quantise:
             raise click.UsageError("--leave-plain is about the weights that --quantise changes: give --quantise, too.")
         if quantise == _OF_GGUF:

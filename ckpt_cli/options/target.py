@@ -37,6 +37,10 @@ class FormatName(click.Choice[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value in FORMATS:
             return str(value)
+        from ckpt_cli.options.suggestions import FORMATS as OTHER_NAMES  # only a name that ckpt does not have
+
+        if (meant := OTHER_NAMES.get(str(value).lower(), str(value).lower())) in FORMATS:
+            self.fail(f"{value!r:.60} is not the name of a format. Did you mean {meant!r}?", param, ctx)
         return click.Choice([*FORMATS, *_provided()]).convert(value, param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> "list[CompletionItem]":
@@ -136,6 +140,8 @@ class Target:
     options: Mapping[str, Any] = field(default_factory=dict)
     seal: bool = False
     """Whether the user wants the target sealed."""
+    overwrite: bool = False
+    """Whether a checkpoint at the path is replaced."""
     is_folder: bool = False
     """Whether the user wrote the path with a slash at its end: a folder, whatever its ending says."""
 
@@ -207,6 +213,11 @@ def _kind(option: FormatOption) -> dict[str, Any]:
 _ENDINGS = ".safetensors, .pt (.pth, .bin, .ckpt: torch), .ucp (universal), .msgpack (flax), .gguf"
 
 
+overwriting = click.option(
+    "--overwrite", is_flag=True, help="Replace a checkpoint at TARGET. It goes when the new one is complete."
+)
+
+
 def target(default: str) -> Callable[[F], F]:
     """TARGET, `--to` and the options of formats; the command gets one `Target`.
 
@@ -215,10 +226,12 @@ def target(default: str) -> Callable[[F], F]:
 
     def decorate(command: F) -> F:
         @wraps(command)
-        def wrapper(*args: Any, target: str, format_name: str | None, seal: bool, **arguments: Any) -> Any:
+        def wrapper(
+            *args: Any, target: str, format_name: str | None, seal: bool, overwrite: bool, **arguments: Any
+        ) -> Any:
             options = {name: arguments.pop(name) for name in FORMAT_OPTIONS}
             given = {name: value for name, value in options.items() if value is not None}
-            place = Target(target_path(target), format_name, given, seal, target.endswith("/"))
+            place = Target(target_path(target), format_name, given, seal, overwrite, target.endswith("/"))
             return command(*args, target=place, **arguments)
 
         options = [
@@ -236,7 +249,7 @@ def target(default: str) -> Callable[[F], F]:
         seal = click.option(
             "--seal", is_flag=True, help="Then write checksums of all files next to them, as `ckpt seal` does."
         )
-        grouped = with_options(wrapper, to, *options, seal, group="Target")
+        grouped = with_options(wrapper, to, *options, seal, overwriting, group="Target")
         return cast(F, click.argument("target", type=CheckpointPath())(grouped))
 
     return decorate

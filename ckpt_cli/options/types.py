@@ -106,6 +106,11 @@ class FloatType(ParamType[str]):
 
         dtype = DTYPES.get(SHORT_NAMES.get(value, value))
         if dtype is None or not is_float(dtype):
+            from ckpt_cli.options.suggestions import DTYPES as OTHER_NAMES  # only a name that ckpt does not have
+
+            meant = OTHER_NAMES.get(str(value).lower())
+            if meant is not None:
+                self.fail(f"{value!r:.60} is not a floating-point type; {meant}", param, ctx)
             known = ", ".join((*SHORT_NAMES, *(name for name, one in DTYPES.items() if is_float(one))))
             self.fail(f"{value!r:.60} is not a floating-point type; there are: {known}", param, ctx)
         return str(value)

@@ -1,25 +1,23 @@
 """Run `prune`, and show which checkpoints stay and which go."""
 
 from datetime import datetime, timezone
+from pathlib import Path
 
 from ckpt.runs.prune import PrunedCheckpoint, PruneResult, prune
 from ckpt_cli import notes
 from ckpt_cli.progress import doing
-from ckpt_cli.reading import is_anonymous
 from ckpt_cli.views import columns
 from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.text import format_nbytes, printable
-from ckpt_formats.stores.location import source_path
 
 
 def prune_run(
-    run: str, keep: str, incomplete: bool, settled: float, dry_run: bool, options: ReadOptions, as_json: bool
+    run: Path, keep: str, incomplete: bool, unchanged_for: float, dry_run: bool, options: ReadOptions, as_json: bool
 ) -> None:
     """Remove checkpoints, or show which ones would be removed."""
-    with doing(f"looking at the checkpoints in {printable(run)}"):
-        place = source_path(run, is_anonymous())
-        result = prune(place, keep, incomplete=incomplete, settled=settled, dry_run=dry_run, options=options)
+    with doing(f"looking at the checkpoints in {printable(str(run))}"):
+        result = prune(run, keep, incomplete=incomplete, unchanged_for=unchanged_for, dry_run=dry_run, options=options)
     freed = sum(one.nbytes for one in result.removed)
     if result.finished:
         notes.note(f"what an interrupted removal had left is gone: {', '.join(map(printable, result.finished))}")
@@ -28,7 +26,7 @@ def prune_run(
             {
                 "run": str(result.run),
                 "dry_run": dry_run,
-                "kept": list(map(_json, result.kept)),
+                "retained": list(map(_json, result.retained)),
                 "removed": list(map(_json, result.removed)),
                 "incomplete": list(map(_json, result.incomplete)),
                 "freed_nbytes": freed,
@@ -38,7 +36,7 @@ def prune_run(
         return
     notes.flush()
     _show(result, dry_run)
-    total = len(result.kept) + len(result.removed) + len(result.incomplete)
+    total = len(result.retained) + len(result.removed) + len(result.incomplete)
     verb = "would remove" if dry_run else "removed"
     conclude(
         f"{verb} {len(result.removed)} of {total} checkpoints, {format_nbytes(freed)}: {printable(str(result.run))}"
@@ -47,10 +45,10 @@ def prune_run(
 
 def _show(result: PruneResult, dry_run: bool) -> None:
     """Print a row for each checkpoint, the newest first."""
-    gone = "would go" if dry_run else "removed"
+    verb = "would go" if dry_run else "removed"
     rows = [
-        *((one, f"stays: {one.reason}") for one in result.kept),
-        *((one, f"{gone}{f': not whole: {one.reason}' if one.reason else ''}") for one in result.removed),
+        *((one, f"stays: {one.reason}") for one in result.retained),
+        *((one, f"{verb}{f': not whole: {one.reason}' if one.reason else ''}") for one in result.removed),
         *((one, f"stays: not whole: {one.reason}") for one in result.incomplete),
     ]
     order = {one.path: number for number, (one, _) in enumerate(rows)}

@@ -1,6 +1,5 @@
 """Run `restore`, and show its result."""
 
-from pathlib import Path
 from typing import Any
 
 from ckpt.chains import restore as chain_restore
@@ -8,6 +7,7 @@ from ckpt.chains.restore import ChainState
 from ckpt.partial.recovery import is_mixed
 from ckpt.pipeline import Execution
 from ckpt_cli import notes
+from ckpt_cli.options.target import Target
 from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views import job
 from ckpt_cli.views.report import conclude
@@ -16,24 +16,23 @@ from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.core.text import printable
 
 
-def show_plan(state: ChainState, target: Path, format: WritableFormat, resources: Execution, as_json: bool) -> None:
+def show_plan(state: ChainState, target: Target, format: WritableFormat, resources: Execution, as_json: bool) -> None:
     """Show what would be replayed and written."""
-    with doing(f"planning the files of {printable(str(target))}"):
-        plan, work = chain_restore.plan(state, target, format, resources), _work_json(state, resources)
-    job.show_plan(state.checkpoint, plan, target, format.name, as_json, {"replay": work, **_partial_json(state)})
+    with doing(f"planning the files of {printable(str(target.path))}"):
+        plan = chain_restore.plan(state, target.path, format, resources, target.overwrite)
+        work = _work_json(state, resources)
+    job.show_plan(state.checkpoint, plan, target.path, format.name, as_json, {"replay": work, **_partial_json(state)})
 
 
-def restore(
-    state: ChainState, target: Path, format: WritableFormat, resources: Execution, as_json: bool, seal: bool = False
-) -> None:
+def restore(state: ChainState, target: Target, format: WritableFormat, resources: Execution, as_json: bool) -> None:
     """Restore with a progress bar, and show what was written."""
-    with doing(f"planning the files of {printable(str(target))}"):
-        plan = chain_restore.plan(state, target, format, resources)
+    with doing(f"planning the files of {printable(str(target.path))}"):
+        plan = chain_restore.plan(state, target.path, format, resources, target.overwrite)
     job.note_plan(plan, format.name)
     notes.flush()
     with progress_bar("restoring") as progress:
-        result = chain_restore.restore(state, target, format, resources, progress)
-    job.show_result(result, as_json, _partial_json(state), resources if seal else None)
+        result = chain_restore.restore(state, target.path, format, resources, progress, target.overwrite)
+    job.show_result(result, as_json, _partial_json(state), resources if target.seal else None)
     if not (as_json or state.checkpoint.errors):
         conclude("exact: every bit is as it was saved")
 

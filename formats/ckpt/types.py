@@ -21,6 +21,8 @@ from ckpt.pipeline.targets import Removed
 from ckpt.publishing.publish import PublishedCheckpoint
 from ckpt.publishing.watch import SkippedCheckpoint
 from ckpt.reading import Verification
+from ckpt.runs.latest import Latest, PassedOver
+from ckpt.runs.prune import PrunedCheckpoint, PruneResult
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.shadow import ShadowStatus
@@ -61,6 +63,7 @@ __all__ = [
     "Group",
     "Histogram",
     "Identity",
+    "Latest",
     "LogMirror",
     "LoggedSteps",
     "Member",
@@ -69,8 +72,11 @@ __all__ = [
     "OriginalForm",
     "Parameter",
     "PartOfState",
+    "PassedOver",
     "Plan",
     "Progress",
+    "PruneResult",
+    "PrunedCheckpoint",
     "PublishedCheckpoint",
     "RecordRef",
     "Removed",

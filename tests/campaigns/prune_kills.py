@@ -79,7 +79,7 @@ VALUES = {f"step-{step}": float(step) for step in STEPS}
 
 
 def prune(run: str) -> None:
-    library.runs.prune(run, KEEP, settled=0.0)
+    library.runs.prune(run, KEEP, unchanged_for=0.0)
 
 
 def folder_round(original: Path, work: Path, generator: random.Random) -> Counter[str]:

@@ -35,10 +35,10 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_latest_is_the_newest_whole_checkpoint_by_number(run: Path) -> None:
-    found = ckpt.runs.latest(run)
-    assert (found.path, found.step) == (run / "checkpoint-10", 10)
-    assert found.checkpoint["w"].weight[:].tolist() == [10.0] * 3
-    assert [one.path.name for one in found.passed_over] == ["checkpoint-200", "checkpoint-100"]
+    newest = ckpt.runs.latest(run)
+    assert (newest.path, newest.step) == (run / "checkpoint-10", 10)
+    assert newest.checkpoint["w"].weight[:].tolist() == [10.0] * 3
+    assert [one.path.name for one in newest.passed_over] == ["checkpoint-200", "checkpoint-100"]
     done = command("latest", run)
     assert done.out == f"{run / 'checkpoint-10'}\n"
     assert [line.split(":")[1] for line in done.err.splitlines()] == [
@@ -46,7 +46,7 @@ def test_latest_is_the_newest_whole_checkpoint_by_number(run: Path) -> None:
         " passed over checkpoint-100",
     ]
     report = json.loads(command("latest", run, "--json").out)
-    assert (report["path"], report["step"], len(report["passed_over"])) == (str(found.path), 10, 2)
+    assert (report["path"], report["step"], len(report["passed_over"])) == (str(newest.path), 10, 2)
 
 
 def test_latest_takes_a_checkpoint_without_number_if_it_states_a_later_step(tmp_path: Path) -> None:
@@ -77,9 +77,9 @@ def test_latest_with_verify_passes_over_a_flipped_bit(tmp_path: Path) -> None:
 
 def test_latest_of_a_chain_is_its_last_state() -> None:
     chain = SAMPLES / "universal-1-delta"
-    found = ckpt.runs.latest(chain)
-    assert str(found.path) == f"{chain}@{found.step}"
-    assert ckpt.open(found.path).step == ckpt.open(chain).step == found.step
+    newest = ckpt.runs.latest(chain)
+    assert str(newest.path) == f"{chain}@{newest.step}"
+    assert ckpt.open(newest.path).step == ckpt.open(chain).step == newest.step
 
 
 def test_latest_says_why_there_is_none(run: Path, tmp_path: Path) -> None:
@@ -97,9 +97,9 @@ def test_latest_lists_one_level_of_a_bucket_and_opens_the_newest(
 ) -> None:
     url = server.put("run", run)
     with killing(server) as counter, reached(StoreServer(counter.endpoint)):
-        found = ckpt.runs.latest(url)
-        assert str(found.path) == f"{url}/checkpoint-10"
-        assert found.checkpoint["w"].weight[:].tolist() == [10.0] * 3
+        newest = ckpt.runs.latest(url)
+        assert str(newest.path) == f"{url}/checkpoint-10"
+        assert newest.checkpoint["w"].weight[:].tolist() == [10.0] * 3
         listings = [request for request in counter.seen if "list-type" in request]
         # The folder itself, and each of the three that were looked at; those that have no objects are not there.
         assert len(listings) == 4

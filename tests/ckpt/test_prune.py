@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckpt
-from ckpt.runs import PruneResult
+from ckpt.types import PruneResult
 from ckpt_cli.main import USAGE
 from damage import BROKEN, NOT_FOUND, SAMPLES
 from damage import ckpt as command
@@ -53,7 +53,7 @@ def names(rows: object) -> list[str]:
 
 
 def numbers(result: PruneResult) -> list[int]:
-    return [one.step for one in result.kept if one.step is not None]
+    return [one.step for one in result.retained if one.step is not None]
 
 
 def test_prune_keeps_what_rules_and_pointers_name_and_removes_the_rest(run: Path) -> None:
@@ -62,7 +62,7 @@ def test_prune_keeps_what_rules_and_pointers_name_and_removes_the_rest(run: Path
     assert sorted(path.name for path in run.iterdir()) == before
     result = ckpt.runs.prune(run, "last:2,every:40")
     assert names(result.removed) == names(planned.removed) == [f"checkpoint-{n}" for n in (70, 30, 20, 10)]
-    reasons = {one.path.name: one.reason for one in result.kept}
+    reasons = {one.path.name: one.reason for one in result.retained}
     assert reasons == {
         "checkpoint-100": "last:2",
         "checkpoint-90": "last:2",
@@ -101,7 +101,7 @@ def test_the_best_is_that_of_the_newest_state_of_a_trainer(tmp_path: Path) -> No
     assert numbers(ckpt.runs.prune(tmp_path, "best", dry_run=True)) == [4, 2]
 
 
-def test_prune_removes_nothing_until_a_newer_one_is_whole_and_settled(tmp_path: Path) -> None:
+def test_prune_removes_nothing_until_a_newer_one_is_whole_and_unchanged(tmp_path: Path) -> None:
     model(tmp_path / "step-1", 1)
     save_file({"w": np.zeros(3, np.float32)}, tmp_path / "step-1" / "model.safetensors")  # written just now
     with pytest.raises(ckpt.errors.IncompleteError, match="left alone"):
@@ -111,12 +111,12 @@ def test_prune_removes_nothing_until_a_newer_one_is_whole_and_settled(tmp_path: 
     model(tmp_path / "step-2", 2)
     (tmp_path / "step-2" / "model.safetensors").write_bytes(b"")
     result = ckpt.runs.prune(tmp_path, "last:1")
-    assert {one.path.name: one.reason for one in result.kept} == {
+    assert {one.path.name: one.reason for one in result.retained} == {
         "step-1": "newer than the newest whole one",
         "step-0": "last:1",
     }
     assert result.removed == ()
-    assert names(ckpt.runs.prune(tmp_path, "last:1", settled=0).removed) == ["step-0"]
+    assert names(ckpt.runs.prune(tmp_path, "last:1", unchanged_for=0).removed) == ["step-0"]
 
 
 def test_prune_keeps_a_checkpoint_from_which_a_kept_one_reads(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_prune_keeps_a_checkpoint_from_which_a_kept_one_reads(tmp_path: Path) ->
         (file := tmp_path / f"step-{step}" / "model.safetensors").unlink()
         file.symlink_to(f"../step-{other}/model.safetensors")
     result = ckpt.runs.prune(tmp_path, "last:1", dry_run=True)
-    assert [(one.step, one.reason) for one in result.kept[1:]] == [
+    assert [(one.step, one.reason) for one in result.retained[1:]] == [
         (2, "another one that stays reads from it"),
         (1, "another one that stays reads from it"),
     ]
@@ -144,7 +144,7 @@ def test_prune_removes_single_files_of_a_run(tmp_path: Path) -> None:
 
 def test_prune_in_a_bucket_removes_the_objects_of_a_checkpoint(run: Path, server: StoreServer, user: object) -> None:
     url = server.put("run", run)
-    result = ckpt.runs.prune(url, "last:2,every:40", settled=0)
+    result = ckpt.runs.prune(url, "last:2,every:40", unchanged_for=0)
     # The link is an object like all others, and names nothing.
     assert names(result.removed) == [f"checkpoint-{n}" for n in (70, 60, 30, 20, 10)]
     left = {meta["path"] for page in obstore.list(server.client, "run") for meta in page}

@@ -1,4 +1,4 @@
-"""What is shown while a command works: on a terminal only, after a while, and no number is cut."""
+"""What is shown while a command works: on a terminal after a while, in a log now and then, and no number is cut."""
 
 import fcntl
 import os
@@ -63,6 +63,21 @@ def test_a_terminal_that_cannot_redraw_gets_one_line() -> None:
     assert on_a_terminal(80, TERM="dumb") == "converting ...\r\n"
 
 
-def test_progress_is_quiet_without_a_terminal() -> None:
-    done = subprocess.run([sys.executable, "-c", WORK], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+def without_terminal(first: str) -> str:
+    """What a child process writes into a pipe; `first` is a line of its script."""
+    script = f"from ckpt_cli import progress\n{first}\n{WORK}"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+    return done.stderr
+
+
+def test_a_log_gets_a_line_from_time_to_time() -> None:
+    assert without_terminal("assert progress._LINE_EVERY == 30.0") == ""  # the work takes less
+    lines = without_terminal("progress._LINE_EVERY = 0.15").splitlines()
+    assert 2 <= len(lines) <= 5
+    pattern = r"converting: \d.*MiB of 10\.0 MiB, \d+%, [\d.]+ [KM]iB/s, \d+ s, about \d+ s left"
+    assert re.fullmatch(pattern, lines[-1]), lines
+
+
+def test_quiet_shows_no_progress() -> None:
+    assert without_terminal("progress._LINE_EVERY = 0.15; progress.show(False)") == ""

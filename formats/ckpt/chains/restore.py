@@ -89,9 +89,11 @@ def replay_work(checkpoint: Checkpoint) -> ReplayWork:
     return ReplayWork(len(folders), stored, decoded)
 
 
-def plan(state: ChainState, target: Path, format: WritableFormat, resources: Execution) -> Plan:
+def plan(
+    state: ChainState, target: Path, format: WritableFormat, resources: Execution, overwrite: bool = False
+) -> Plan:
     """The files that `restore` writes, with notes about the deltas to replay and the temporary space that it needs."""
-    job, work = Job(state.checkpoint, target, format), replay_work(state.checkpoint)
+    job, work = Job(state.checkpoint, target, format, overwrite), replay_work(state.checkpoint)
     planned, replay = job.plan(), () if job.replay_notice is None else (job.replay_notice,)
     deltas = (_replay_note(work, resources),) if work.deltas else ()
     return replace(planned, notes=(*planned.notes, *replay, *deltas))
@@ -106,17 +108,23 @@ def _replay_note(work: ReplayWork, resources: Execution) -> Notice:
     )
 
 
-def _job(source: Checkpoint, target: Path, format: WritableFormat) -> Job:
+def _job(source: Checkpoint, target: Path, format: WritableFormat, overwrite: bool) -> Job:
     """The job that writes a state of a chain: in the universal format, with the content id that the chain states."""
-    return Job(source, target, with_content(source, format) if isinstance(format, Universal) else format)
+    return Job(source, target, with_content(source, format) if isinstance(format, Universal) else format, overwrite)
 
 
 def restore(
-    state: ChainState, target: Path, format: WritableFormat, resources: Execution, progress: AnyProgress | None = None
+    state: ChainState,
+    target: Path,
+    format: WritableFormat,
+    resources: Execution,
+    progress: AnyProgress | None = None,
+    overwrite: bool = False,
 ) -> Result:
     """Write the state. The hint of an error names the last earlier step that can be restored, if there is one."""
-    check_target(target, state.run)
-    job = _job(state.checkpoint, target, format)
+    if not overwrite:
+        check_target(target, state.run)
+    job = _job(state.checkpoint, target, format, overwrite)
     if resources.shard is not None and job.replay_notice is not None:
         raise UnsupportedError(
             f"the state is replayed before it is written as {format.name}, which shards cannot share",

@@ -58,12 +58,23 @@ class Job(Checked):
     source: Checkpoint
     target: StrPath
     format: WritableFormat
+    overwrite: bool = False
 
-    def __init__(self, source: Checkpoint, target: StrPath, format: WritableFormat | str | None = None) -> None:
-        """`format`: a format, the name of one, or None for the one that the target's ending says: see `save`."""
+    def __init__(
+        self,
+        source: Checkpoint,
+        target: StrPath,
+        format: WritableFormat | str | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """`format`: a format, the name of one, or None for the one that the target's ending says: see `save`.
+
+        `overwrite`: replace a checkpoint at the target. It goes when the new one is whole.
+        """
         object.__setattr__(self, "source", source)
         object.__setattr__(self, "target", target)
         object.__setattr__(self, "format", format_for(format, target))
+        object.__setattr__(self, "overwrite", overwrite)
         self.__post_init__()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -144,6 +155,8 @@ class Job(Checked):
         return self._execute(Execution.of(resources, shard=COMMIT, locks=locks, read_back=read_back), progress)
 
     def _execute(self, resources: Execution, progress: AnyProgress | None) -> Result:
+        if self._is_replacing:
+            return self._replace(resources, progress)
         if self.needs_kernels:
             load_kernels()
         replay = None if self.replay_notice is None or resources.shard is not None else self._replay(resources)
@@ -159,6 +172,35 @@ class Job(Checked):
             if resources.shard is None or is_lost or not self.is_published():
                 raise
             return pipeline.complete_before(self.path)
+
+    def _replace(self, resources: Execution, progress: AnyProgress | None) -> Result:
+        """Write a checkpoint beside the target, then let it take the target's name."""
+        if resources.shard is not None:
+            raise InvalidArgumentError(
+                "shards write a target together, and cannot replace one",
+                where=self.path,
+                hint="Remove it first, or write all in one process.",
+            )
+        from ckpt.job.replacing import replace_target  # few jobs replace anything
+        from ckpt.pipeline.removal import delete, path_beside
+
+        self._check_replaceable()
+        new = path_beside(self.path)
+        delete(new)  # of a job that was killed
+        result = Job(self.source, new, self.format)._execute(resources, progress)
+        replace_target(self.path)
+        return replace(result, target=self.path)
+
+    def _check_replaceable(self) -> None:
+        from ckpt.job.replacing import check_replaceable
+
+        edits = (path for edit in self._source.history for path in edit.inputs())
+        read = pipeline.identities_of(self._source, self._format)
+        check_replaceable(self.path, (self._source.path, *read, *edits))
+
+    @cached_property
+    def _is_replacing(self) -> bool:
+        return self.overwrite and self.path.exists()
 
     def _replay(self, resources: Execution) -> Replay:
         """What replays the source once, before a format that would replay each delta several times writes it."""
@@ -207,7 +249,14 @@ class Job(Checked):
 
     @cached_property
     def _plan(self) -> Plan:
-        plan = pipeline.plan(self._source, self.path, self._format)
+        target = self.path
+        if self._is_replacing:
+            from ckpt.pipeline.removal import path_beside
+
+            self._check_replaceable()
+            while os.path.lexists(target):  # a job that was killed may have left one beside it, too
+                target = path_beside(target)
+        plan = pipeline.plan(self._source, target, self._format)
         renaming = tuple(notice for notice in self._source.notices if notice not in self.source.notices)
         return replace(plan, notes=(*renaming, *plan.notes))
 
@@ -217,6 +266,7 @@ def save(
     target: StrPath,
     format: WritableFormat | str | None = None,
     *,
+    overwrite: bool = False,
     resources: Resources | None = None,
     locks: bool = True,
     read_back: bool = False,
@@ -226,11 +276,14 @@ def save(
 
     `format` is a format with its options, or the name of a format, such as "hf". Without it, the target's ending says
     it: `.safetensors`, `.pt`, `.pth`, `.bin`, `.ckpt`, `.msgpack`; other names are in the universal format.
-    `resources` None: those of `Resources.of_machine()`. `locks` and `read_back`: as in `Job.run`.
+    `overwrite`: replace a checkpoint at the target, which goes when the new one is whole. `resources` None: those of
+    `Resources.of_machine()`. `locks` and `read_back`: as in `Job.run`.
 
     Raises `CkptError` of the kind that fits; the target is then unchanged.
     """
-    return Job(source, target, format).run(resources=resources, locks=locks, read_back=read_back, progress=progress)
+    return Job(source, target, format, overwrite).run(
+        resources=resources, locks=locks, read_back=read_back, progress=progress
+    )
 
 
 def shared_plan(job: Job) -> SharedPlan:

@@ -19,7 +19,7 @@ from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.place import Place
 from ckpt_formats.core.publish import flush, rename_new
 from ckpt_formats.core.store_path import StorePath, is_remote
-from ckpt_formats.core.text import REMOVED, STAGED
+from ckpt_formats.core.text import NEW, REMOVED, STAGED
 from ckpt_formats.registry.marks import is_mark
 from ckpt_formats.stores.location import place_at
 
@@ -34,10 +34,10 @@ def remove_checkpoint(path: Path) -> None:
             _remove_from_store(path)
         else:
             aside = set_aside_path(path)
-            _delete(aside)
+            delete(aside)
             rename_new(path, aside)
             flush(path.parent)
-            _delete(aside)
+            delete(aside)
     except OSError as error:
         raise unwritable(error, path) from error
 
@@ -45,6 +45,11 @@ def remove_checkpoint(path: Path) -> None:
 def set_aside_path(path: Path) -> Path:
     """Where a checkpoint is while it is removed."""
     return path.with_name(f".{path.name}{REMOVED}")
+
+
+def path_beside(target: Path) -> Path:
+    """Where the checkpoint is written that will replace a target. It has the target's ending."""
+    return target.with_name(f"{NEW}{target.name}")
 
 
 def finish_removals(folder: Path) -> list[str]:
@@ -56,15 +61,16 @@ def finish_removals(folder: Path) -> list[str]:
 
 
 def finish_removal(path: Path) -> tuple[int, int]:
-    """Finish the removal of a checkpoint, if one was interrupted. Returns the numbers of files and bytes."""
+    """Delete what an interrupted removal or replacement left. Returns the numbers of files and bytes."""
     try:
         if is_remote(path):
             return _finish_in_store(path)
-        aside = set_aside_path(path)
-        files = [aside] if aside.is_file() else [one for one in aside.rglob("*") if one.is_file()]
-        nbytes = sum(one.lstat().st_size for one in files)
-        _delete(aside)
-        return len(files), nbytes
+        files = nbytes = 0
+        for left in (set_aside_path(path), path_beside(path)):
+            own = [left] if left.is_file() else [one for one in left.rglob("*") if one.is_file()]
+            files, nbytes = files + len(own), nbytes + sum(one.lstat().st_size for one in own)
+            delete(left)
+        return files, nbytes
     except OSError as error:
         raise unwritable(error, path) from error
 
@@ -78,7 +84,7 @@ def _interrupted(folder: Path) -> Iterator[str]:
             yield entry.name[1 : -len(REMOVED)]
 
 
-def _delete(path: Path) -> None:
+def delete(path: Path) -> None:
     """Delete a file or a folder, if it exists. Links are not followed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

@@ -298,7 +298,8 @@ class StagedTarget(ABC):
 
 
 def exists(target: Path) -> OutputError:
-    return OutputError("the target exists already", where=target, hint="Choose another name, or remove it first.")
+    hint = "Choose another name, or replace it: --overwrite, `overwrite=True`."
+    return OutputError("the target exists already", where=target, hint=hint)
 
 
 def inside(target: Path) -> OutputError:

@@ -36,7 +36,7 @@ _DIGITS = re.compile(r"\d{1,15}")
 _MAX_LINKS = 40
 _MAX_STATE = 64 << 20
 """Bytes of a file of Trainer's state."""
-SETTLED = 60.0
+UNCHANGED_FOR = 60.0
 Seconds = Annotated[float, Range(0)]
 
 
@@ -59,7 +59,7 @@ class PruneResult:
     """What stayed of a run and what was removed, the newest first."""
 
     run: Path
-    kept: tuple[PrunedCheckpoint, ...]
+    retained: tuple[PrunedCheckpoint, ...]
     removed: tuple[PrunedCheckpoint, ...]
     incomplete: tuple[PrunedCheckpoint, ...] = ()
     """Those that are not whole, and stay."""
@@ -75,7 +75,7 @@ def prune(
     keep: KeepRule,
     *,
     incomplete: bool = False,
-    settled: Seconds = SETTLED,
+    unchanged_for: Seconds = UNCHANGED_FOR,
     dry_run: bool = False,
     options: ReadOptions | None = None,
 ) -> PruneResult:
@@ -91,7 +91,7 @@ def prune(
             months or years (`hourly:N` to `yearly:N`, in UTC); steps that are multiples of N (`every:N`); `best`, which
             Hugging Face's Trainer names.
         incomplete: Also remove incomplete ones that are older than the newest whole one.
-        settled: Seconds for which the files of a checkpoint must not have changed; until then, a run may be writing it.
+        unchanged_for: Seconds for which the files of a checkpoint must not have changed: a run may be writing it.
         dry_run: Remove nothing.
         options: How checkpoints are opened.
 
@@ -118,34 +118,34 @@ def prune(
             hint="Name the folder in which a run saves its checkpoints.",
         )
     now = time.time()
-    whole = [one for one in steps if one.checkpoint is not None and now - one.modified >= settled]
+    whole = [one for one in steps if one.checkpoint is not None and now - one.modified >= unchanged_for]
     if not whole:
         raise IncompleteError(
             "no checkpoint is whole and was left alone long enough, so none is removed",
             where=printable(str(folder)),
-            hint=f"Run it again later: their files must not have changed for {settled:.0f} s.",
+            hint=f"Run it again later: their files must not have changed for {unchanged_for:.0f} s.",
         )
     reasons = _reasons(folder, rules, whole, steps)
-    kept, removed, broken = list[PrunedCheckpoint](), list[PrunedCheckpoint](), list[PrunedCheckpoint]()
+    retained, removed, broken = list[PrunedCheckpoint](), list[PrunedCheckpoint](), list[PrunedCheckpoint]()
     newest = steps.index(whole[0])
     for number, one in enumerate(steps):
         reason = reasons.get(one.path)
         if reason is None and number < newest:
             reason = "newer than the newest whole one"
-        if reason is None and now - one.modified < settled:
+        if reason is None and now - one.modified < unchanged_for:
             reason = "changed a moment ago"
         if one.problem and (reason is not None or not incomplete):
             broken.append(one.described(one.problem))
         elif reason is not None:
-            kept.append(one.described(reason))
+            retained.append(one.described(reason))
         else:
             removed.append(one.described(one.problem))
     if not dry_run:
-        for gone in reversed(removed):  # the oldest first: what a kill leaves is what a rule would keep
+        for old in reversed(removed):  # the oldest first: what a kill leaves is what a rule would keep
             if not is_remote(folder) and not os.path.lexists(whole[0].path):
                 raise IncompleteError("the newest whole checkpoint has disappeared", where=str(whole[0].path))
-            remove_checkpoint(gone.path)
-    return PruneResult(folder, tuple(kept), tuple(removed), tuple(broken), finished)
+            remove_checkpoint(old.path)
+    return PruneResult(folder, tuple(retained), tuple(removed), tuple(broken), finished)
 
 
 @dataclass(frozen=True, eq=False)

@@ -334,6 +334,15 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
 
         return edits.weights_only(self)
 
+    def without_optimizer(self) -> "Checkpoint":
+        """The model and all extras, such as the step and arguments, without what belongs to an optimizer.
+
+        Its states, groups, schedule and loss scaler are left out. Weights are those that `weights_only` has.
+        """
+        from ckpt_formats.core import edits
+
+        return edits.without_optimizer(self)
+
     def cast(self, dtype: str, allow_overflow: bool = False) -> "Checkpoint":
         """The model's floating-point weights rounded to `dtype` (`fp32`, `bf16`, ...), to nearest; other states stay.
 

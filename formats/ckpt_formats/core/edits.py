@@ -1,5 +1,6 @@
 """Lazy edits of a checkpoint: fewer tensors, fewer states, other names, other values. No data is read."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -26,6 +27,10 @@ from ckpt_formats.core.text import printable
 
 _OF_THE_MODEL = ("args", "checkpoint_version", *CONFIGS)
 """Extras that state what the model is: Megatron's arguments, Hugging Face's configuration, how it was quantised."""
+_OF_AN_OPTIMIZER = re.compile(
+    r"(.*_)?(optim(izer)?|opt_param_scheduler|(lr_)?scheduler|(grad_|loss_)?scaler)(s|_states?|_state_dict)?(_\d+)?"
+)
+"""Extras that belong to an optimizer, its schedule or its loss scaler."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,11 @@ class Select(Edit):
 @dataclass(frozen=True)
 class WeightsOnly(Edit):
     """The model without optimizer and extras."""
+
+
+@dataclass(frozen=True)
+class OptimizerDropped(Edit):
+    """All but what an optimizer has: its states, its groups, its schedule and its loss scaler."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,18 @@ def weights_only(source: Checkpoint) -> Checkpoint:
     extras = {key: source.extras[key] for key in _OF_THE_MODEL if key in source.extras}
     # Suspicions are about the optimizer's states.
     return edited(source, WeightsOnly(), parameters=parameters, groups=(), extras=extras, suspicions=())
+
+
+def without_optimizer(source: Checkpoint) -> Checkpoint:
+    """See `Checkpoint.without_optimizer`."""
+    parameters = {
+        name: parameter
+        if parameter.role == "extra"
+        else replace(parameter, states={MODEL: parameter.weight}, values={})
+        for name, parameter in source.parameters.items()
+    }
+    extras = {key: value for key, value in source.extras.items() if not _OF_AN_OPTIMIZER.fullmatch(key)}
+    return edited(source, OptimizerDropped(), parameters=parameters, groups=(), extras=extras, suspicions=())
 
 
 def cast(source: Checkpoint, name: str, allow_overflow: bool = False) -> Checkpoint:

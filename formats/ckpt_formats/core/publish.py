@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _AT_FDCWD = -100
-_RENAME_NOREPLACE = 1
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _UNABLE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 """The errors of kernels and file systems that do not support the flag."""
 _UNABLE_TO_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
@@ -100,12 +100,27 @@ def rename_new(source: Path, target: Path) -> None:
         raise OSError(code, os.strerror(code), str(target))
 
 
-def renameat2(source: Path, target: Path) -> int:
-    """The system call, with RENAME_NOREPLACE: 0 or an error's number."""
+def exchange(first: Path, second: Path) -> None:
+    """Give two files or folders each other's names, at once: at every moment, both names are there.
+
+    Where the kernel or the file system cannot do so, a file replaces the other one, which is gone then; for a folder,
+    `RenameError` is raised.
+    """
+    code = renameat2(first, second, _RENAME_EXCHANGE)
+    if code in _UNABLE and first.is_file() and second.is_file():
+        replace(first, second)
+    elif code in _UNABLE:
+        raise RenameError(code, f"the file system cannot exchange two names ({os.strerror(code)})", str(second))
+    elif code:
+        raise OSError(code, os.strerror(code), str(second))
+
+
+def renameat2(source: Path, target: Path, flag: int = _RENAME_NOREPLACE) -> int:
+    """The system call, with RENAME_NOREPLACE or another flag: 0 or an error's number."""
     call = _renameat2()
     if call is None:
         return errno.ENOSYS
-    done = call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
+    done = call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flag)
     return ctypes.get_errno() if done else 0
 
 

@@ -11,6 +11,9 @@ PARTIAL = ".ckpt-partial"
 REMOVED = ".ckpt-removed"
 """The suffix of a checkpoint that is being removed."""
 
+NEW = ".ckpt-new."
+"""The beginning of the name of a checkpoint that will replace another one."""
+
 STAGED = ".ckpt"
 """The folder, in a target that is in a store, for what is known of the job that writes it."""
 

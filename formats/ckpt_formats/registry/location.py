@@ -260,6 +260,7 @@ def _not_known(path: Path, listing: str) -> NotFoundError:
     )
 
 
+_NAME_ON_HUB = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?([A-Za-z0-9][\w-]*(?:[.-][\w-]+)*)")
 _FOLDER = "Name the folder that the engine wrote: that of one step, or its parent, which holds `latest`. "
 
 
@@ -273,13 +274,23 @@ def _meant(path: Path) -> str | None:
     if path.is_symlink():
         return f"It is a link to {printable(str(path.readlink()))}, which is not there."
     if not path.parent.is_dir():
-        return f"The folder {printable(str(path.parent))} is not there either."
+        return f"The folder {printable(str(path.parent))} is not there either.{_on_hub(path)}"
     from difflib import get_close_matches  # only a mistyped name needs it
 
     close = get_close_matches(path.name, names_in(path.parent), n=3)
     if close:
         return f"Did you mean {' or '.join(map(printable, close))}?"
-    return None if path.is_absolute() else f"It was looked for in {printable(str(Path.cwd()))}."
+    return None if path.is_absolute() else f"It was looked for in {printable(str(Path.cwd()))}.{_on_hub(path)}"
+
+
+def _on_hub(path: Path) -> str:
+    """How a model of the Hugging Face Hub is written, if a path looks like the name of one; else nothing."""
+    match = _NAME_ON_HUB.fullmatch(str(path))
+    return (
+        ""
+        if match is None
+        else f" If it is a model of the Hugging Face Hub, write hf://{match[1] or 'ORG/'}{match[2]}."
+    )
 
 
 def _listing(path: Path) -> str:

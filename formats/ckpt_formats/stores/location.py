@@ -16,6 +16,8 @@ _CONTAINER_PARTS = {"s3": 1, "gs": 1, "az": 2}
 """How many parts of a URL name the bucket: `s3://bucket`, `gs://bucket`, `az://account/container`."""
 _WRITABLE = ("s3", "gs", "az")
 _WEB = ("http", "https")
+_OTHER_MACHINE = re.compile(r"([\w.-]{1,64})@([\w.-]{1,253}):(?!//)(.{1,4096})", re.DOTALL)
+"""`user@host:path`."""
 _SYNONYMS = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
 """Schemes of other tools for the same stores."""
 _OF_AZURE = ("abfs", "abfss", "wasb", "wasbs")
@@ -56,6 +58,7 @@ def _read_path(place: StrPath, anonymous: bool, one_level: bool) -> Path:
     place = os.fspath(place)
     scheme = _scheme(place)
     if scheme is None:
+        _refuse_other_machine(place)
         return Path(place)
     if scheme in _WEB:
         from ckpt_formats.stores.http_store import open_web
@@ -70,6 +73,20 @@ def _read_path(place: StrPath, anonymous: bool, one_level: bool) -> Path:
     except ModuleNotFoundError as error:
         raise _missing(error, "cloud", place) from None
     return (object_store.open_level if one_level else object_store.open_store)(url, key, anonymous)
+
+
+def _refuse_other_machine(place: str) -> None:
+    """Refuse `user@host:path`, as scp and rsync write it, unless a file has that name."""
+    match = _OTHER_MACHINE.fullmatch(place)
+    if match is None or os.path.lexists(place):
+        return
+    user, host, path = match.groups()
+    raise UnsupportedError(
+        "is a path on another machine, which ckpt does not reach by ssh",
+        where=printable(place),
+        hint=f"Serve a chain with `ssh {printable(user)}@{printable(host)} ckpt serve {printable(path)}` and read "
+        f"http://{printable(host)}:PORT, or copy the files: rsync -a {printable(place)} .",
+    )
 
 
 def _scheme(place: str) -> str | None:
@@ -167,7 +184,13 @@ def _hub_path(place: str, parts: list[str], anonymous: bool) -> Path:
 
 
 def _unknown(place: str) -> UnsupportedError:
-    return UnsupportedError("is not the URL of a store that ckpt reads", where=printable(place), hint=f"It is {_READ}.")
+    name = place.partition("://")[2]
+    if place.lower().startswith("hf://") and name and "/" not in name.strip("/"):
+        hint = f"Write hf://ORG/MODEL, such as hf://ORG/{printable(name.strip('/'))}."
+        return UnsupportedError(
+            "is not a URL that ckpt reads: the organisation is missing", where=printable(place), hint=hint
+        )
+    return UnsupportedError("is not a URL that ckpt reads", where=printable(place), hint=f"It is {_READ}.")
 
 
 def _missing(error: ModuleNotFoundError, extra: str, place: str) -> UnsupportedError:
@@ -184,6 +207,12 @@ def target_path(place: StrPath) -> Path:
     if not isinstance(place, Path):
         place = os.fspath(place)
     scheme = None if isinstance(place, Path) else _SCHEME.match(place)
+    if scheme is not None and scheme[1].lower() == "hf":
+        raise UnsupportedError(
+            "ckpt does not write to the Hugging Face Hub",
+            where=printable(str(place)),
+            hint=f"Write a folder with --to hf, then upload it: hf upload {printable(str(place)[5:])} FOLDER",
+        )
     if scheme is not None and _plain(scheme[1].lower(), [""])[0] not in _WRITABLE:
         raise UnsupportedError(
             "ckpt does not write there", where=printable(str(place)), hint=f"Name a local path, or {_FORMS}."

@@ -1,0 +1,91 @@
+"""What may have been meant by a command, an option or a value that ckpt does not have: by meaning, then by spelling."""
+
+from collections.abc import Collection, Sequence
+
+COMMANDS = {
+    **dict.fromkeys(("info", "ls", "show", "list", "cat", "view", "describe", "print", "look", "stat"), ("inspect",)),
+    **dict.fromkeys(("validate", "test", "fsck", "scrub"), ("verify",)),
+    **dict.fromkeys(("compare", "cmp"), ("diff",)),
+    **dict.fromkeys(("newest", "last", "current"), ("latest",)),
+    **dict.fromkeys(("rm", "remove", "delete", "forget", "gc", "expire", "cleanup"), ("prune", "clean")),
+    **dict.fromkeys(("export", "import", "consolidate", "gather", "unshard", "translate", "extract"), ("convert",)),
+    **dict.fromkeys(("shard", "repartition", "resize", "redistribute"), ("reshard",)),
+    **dict.fromkeys(("cp", "mv", "sync", "mirror", "rsync", "clone", "download", "upload", "push", "pull"), ("copy",)),
+    **dict.fromkeys(("merge", "mean", "soup", "ema"), ("average", "merge-lora")),
+    **dict.fromkeys(("lora", "merge_lora", "peft"), ("merge-lora",)),
+    **dict.fromkeys(("zip", "pack", "deflate"), ("compress",)),
+    **dict.fromkeys(("unzip", "unpack", "uncompress", "inflate"), ("decompress",)),
+    **dict.fromkeys(("checksum", "hash", "sign", "sha256"), ("seal",)),
+    **dict.fromkeys(("history", "steps"), ("log",)),
+    **dict.fromkeys(("commit-shards", "join"), ("commit",)),
+    **dict.fromkeys(("squash", "vacuum"), ("compact",)),
+    **dict.fromkeys(("subscribe", "tail"), ("follow",)),
+    **dict.fromkeys(("env", "diagnose", "check-env", "selftest"), ("doctor",)),
+}
+"""Words of other tools, and the commands of ckpt that do this."""
+
+OPTIONS = {
+    **dict.fromkeys(("--no-optimizer", "--without-optimizer", "--skip-optimizer"), ("--drop-optimizer",)),
+    **dict.fromkeys(("--weights-only", "--only-model", "--no-extras"), ("--model-only",)),
+    **dict.fromkeys(("--force", "-f", "--overwrite-existing", "--clobber", "--replace"), ("--overwrite",)),
+    **dict.fromkeys(
+        ("--gpus", "--num-gpus", "--ranks", "--world-size", "--nproc", "--nproc-per-node", "--data-parallel"), ("--dp",)
+    ),
+    **dict.fromkeys(("--tensor-parallel", "--tensor-parallel-size", "--tp-size", "--target-tp"), ("--tp",)),
+    **dict.fromkeys(("--pipeline-parallel", "--pipeline-parallel-size", "--pp-size", "--target-pp"), ("--pp",)),
+    **dict.fromkeys(("--format", "--output-format", "--type", "--target-format", "--engine"), ("--to",)),
+    **dict.fromkeys(("--fp16", "--bf16", "--fp32", "--half", "--precision", "--torch-dtype"), ("--dtype",)),
+    **dict.fromkeys(("--threads", "--jobs", "-j", "--num-workers", "--processes"), ("--workers",)),
+    **dict.fromkeys(("--include", "--filter", "--match"), ("--only",)),
+    **dict.fromkeys(("--exclude", "--ignore"), ("--skip",)),
+    **dict.fromkeys(("--silent", "--no-progress"), ("--quiet",)),
+    **dict.fromkeys(("--dryrun", "--plan", "--simulate", "-n", "--what-if"), ("--dry-run",)),
+    **dict.fromkeys(("--max-shard-size", "--max-size"), ("--shard-size",)),
+    **dict.fromkeys(("--ram", "--max-memory", "--mem"), ("--memory",)),
+    **dict.fromkeys(("--debug", "--traceback"), ("--verbose",)),
+    **dict.fromkeys(("--output-json", "--format-json"), ("--json",)),
+}
+"""Options of other tools, and those of ckpt that do this."""
+
+FORMATS = {
+    **dict.fromkeys(
+        ("fsdp", "fsdp2", "torchtitan", "accelerate", "distcp", "torch-dcp", "torch_dist_checkpoint"), "dcp"
+    ),
+    **dict.fromkeys(("huggingface", "hugging-face", "transformers", "hub", "pretrained"), "hf"),
+    **dict.fromkeys(("pytorch", "pt", "pth", "bin", "lightning"), "torch"),
+    **dict.fromkeys(("zero", "ds", "zero3", "zero-3"), "deepspeed"),
+    **dict.fromkeys(("ds_universal", "deepspeed_universal", "ucp"), "deepspeed-universal"),
+    **dict.fromkeys(("mcore", "megatron-core", "torch_dist", "megatron-lm", "nemo"), "megatron"),
+    **dict.fromkeys(("jax", "orbax", "msgpack"), "flax"),
+    **dict.fromkeys(("llama.cpp", "ggml", "llamacpp"), "gguf"),
+    **dict.fromkeys(("safetensor", "st"), "safetensors"),
+}
+"""Other names of formats that ckpt writes."""
+
+DTYPES = {
+    **dict.fromkeys(("fp8", "float8", "f8", "e4m3", "e5m2"), "fp8 is float8_e4m3fn or float8_e5m2"),
+    **dict.fromkeys(("half", "f16"), "half is fp16"),
+    **dict.fromkeys(("float", "f32", "single"), "float is fp32"),
+    **dict.fromkeys(("double", "f64"), "double is fp64"),
+    **dict.fromkeys(("int8", "int4", "4bit", "8bit", "q4", "q8"), "weights are quantised by --quantise, or --to gguf"),
+}
+"""Other names of types, and what they are called here."""
+
+
+def commands_like(word: str, commands: Collection[str]) -> list[str]:
+    """The commands that a word may have meant, at most three."""
+    meant = [name for name in COMMANDS.get(word.lower(), ()) if name in commands]
+    return meant or _close(word.lower(), commands)
+
+
+def options_like(word: str, options: Sequence[str]) -> list[str]:
+    """The options of a command that a word may have meant, at most three."""
+    word = word.partition("=")[0]
+    meant = [name for name in OPTIONS.get(word.lower(), ()) if name in options]
+    return meant or _close(word, options)
+
+
+def _close(word: str, words: Collection[str]) -> list[str]:
+    from difflib import get_close_matches  # only a mistake needs it
+
+    return get_close_matches(word, words, n=3)

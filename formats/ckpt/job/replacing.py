@@ -1,0 +1,59 @@
+"""A target that replaces a checkpoint: the old one goes when the new one is whole.
+
+The new one is written beside it, as `.ckpt-new.NAME`. When it is whole, both exchange their names at once, and the old
+one is deleted. A kill at any moment leaves the old or the new checkpoint under the name, and beside it a remainder
+that the next job with this target, or `ckpt clean`, removes.
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckpt.pipeline.removal import delete, path_beside
+from ckpt.pipeline.target import inside
+from ckpt_formats.core.errors import CkptError, OutputError, UnsupportedError
+from ckpt_formats.core.locking import unwritable
+from ckpt_formats.core.publish import exchange, flush
+from ckpt_formats.core.store_path import is_remote
+from ckpt_formats.registry.location import checkpoints_in, detect
+from ckpt_formats.registry.seal_places import place_of_file
+
+
+def check_replaceable(target: Path, inputs: Iterable[Path]) -> None:
+    """Raise `OutputError` unless there is one checkpoint at the target, from which the job does not read.
+
+    Raises `UnsupportedError` for a store.
+    """
+    if is_remote(target):
+        raise UnsupportedError(
+            "a checkpoint in a store cannot be replaced at once",
+            where=target,
+            hint="Write it under another name, then remove the old one with the tools of the store.",
+        )
+    real = Path(os.path.realpath(target))
+    if any(real in (one, *one.parents) for one in map(Path, map(os.path.realpath, inputs))):
+        raise inside(target)
+    if target.is_symlink():
+        raise OutputError("is a link, and what it names stays", where=target, hint="Remove the link first.")
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    try:
+        detect(target)
+        is_one = not checkpoints_in(target)
+    except CkptError:
+        is_one = False
+    if not is_one:
+        what = "exists, and is not one checkpoint, so it is not replaced"
+        raise OutputError(what, where=target, hint="Choose another name, or remove it first.")
+
+
+def replace_target(target: Path) -> None:
+    """Let what was written beside a target take its name, and delete what had it before. Raises `OutputError`."""
+    new = path_beside(target)
+    try:
+        place_of_file(target).unlink(missing_ok=True)  # its checksums are of the old one
+        exchange(new, target)
+        flush(target.parent)
+        delete(new)
+    except OSError as error:
+        raise unwritable(error, target) from error

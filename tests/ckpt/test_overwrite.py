@@ -1,0 +1,114 @@
+"""A target is replaced only when the new checkpoint is whole, and a kill leaves the old or the new one."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ckpt
+from ckpt_cli.main import USAGE
+from damage import OUTPUT, SAMPLES
+from damage import ckpt as command
+from killing import killed, points, spread
+from object_stores import StoreServer
+
+
+def source(folder: Path, value: float) -> Path:
+    save_file({"w": np.full((4, 4), value, np.float32), "b": np.zeros(4, np.float32)}, folder / f"{value}.safetensors")
+    return folder / f"{value}.safetensors"
+
+
+def value_of(path: Path) -> float:
+    checkpoint = ckpt.open(path)
+    assert set(checkpoint) == {"w", "b"}
+    (value,) = set(checkpoint["w"].weight[:].ravel().tolist())
+    return float(value)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["out", "out.safetensors", "out.ucp"])
+def test_overwrite_replaces_a_checkpoint_and_leaves_nothing_beside_it(name: str, tmp_path: Path) -> None:
+    target = tmp_path / "place" / name
+    target.parent.mkdir()
+    assert command("convert", source(tmp_path, 1.0), target, "--overwrite").code == 0
+    refused = command("convert", source(tmp_path, 2.0), target)
+    assert (refused.code, "--overwrite" in refused.err, value_of(target)) == (OUTPUT, True, 1.0)
+    assert command("convert", source(tmp_path, 2.0), target, "--overwrite", "--dry-run").code == 0
+    assert value_of(target) == 1.0
+    done = command("convert", source(tmp_path, 2.0), target, "--overwrite")
+    assert (done.code, value_of(target), names(target.parent)) == (0, 2.0, {name})
+    assert done.out.startswith(f"wrote {target}: ")
+
+
+def test_overwrite_removes_the_checksums_of_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "out.safetensors"
+    assert command("convert", source(tmp_path, 1.0), target, "--seal").code == 0
+    ckpt.save(ckpt.open(source(tmp_path, 2.0)), target, overwrite=True)
+    assert command("verify", target).code == 0
+    assert not (tmp_path / "out.safetensors.ckpt-seal").exists()
+
+
+@pytest.mark.parametrize("name", ["home", "run", "notes.txt", "link"])
+def test_overwrite_refuses_what_is_not_one_checkpoint(name: str, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("ten years of work")
+    (tmp_path / "notes.txt").write_text("mine")
+    for step in (1, 2):
+        (tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)
+        save_file({"w": np.ones(2)}, tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors")
+    ckpt.save(ckpt.open(source(tmp_path, 1.0)), tmp_path / "u")
+    (tmp_path / "link").symlink_to("u")
+    before = names(tmp_path)
+    with pytest.raises(ckpt.errors.OutputError):
+        ckpt.save(ckpt.open(source(tmp_path, 1.0)), tmp_path / name, "universal", overwrite=True)
+    assert names(tmp_path) == before
+
+
+def test_overwrite_refuses_its_own_source_shards_and_stores(tmp_path: Path, server: StoreServer, user: object) -> None:
+    path = source(tmp_path, 1.0)
+    ckpt.save(ckpt.open(path), tmp_path / "u")
+    done = command("convert", tmp_path / "u", tmp_path / "u", "--overwrite")
+    assert (done.code, value_of(tmp_path / "u")) == (OUTPUT, 1.0)
+    assert command("convert", path, tmp_path / "u", "--overwrite", "--shard", "0/2").code == USAGE
+    with pytest.raises(ckpt.UnsupportedError, match="replaced at once"):
+        ckpt.save(ckpt.open(path), server.put("old.safetensors", path), overwrite=True)
+
+
+def test_restore_and_compress_replace_a_checkpoint(tmp_path: Path) -> None:
+    chain = SAMPLES / "universal-1-delta"
+    ckpt.save(ckpt.open(source(tmp_path, 1.0)), tmp_path / "u")
+    assert command("restore", chain, tmp_path / "u", "--step", "10", "--overwrite").code == 0
+    assert ckpt.open(tmp_path / "u").step == 10
+    for value in (1.0, 2.0):
+        assert command("compress", source(tmp_path, value), tmp_path / "small.ucp", "--overwrite").code == 0
+        assert value_of(tmp_path / "small.ucp") == value
+
+
+def overwrite(path: Path, target: Path) -> None:
+    ckpt.save(ckpt.open(path), target, ckpt.Universal(), overwrite=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["out", "out.ucp"])
+def test_kills_leave_the_old_or_the_new_checkpoint(name: str, tmp_path: Path) -> None:
+    old, new, place = source(tmp_path, 1.0), source(tmp_path, 2.0), tmp_path / "place"
+    place.mkdir()
+    target = place / name
+    ckpt.save(ckpt.open(old), target, ckpt.Universal())
+    count = points(partial(overwrite, new, target), place)
+    values = set()
+    for point in spread(count, 12):
+        overwrite(old, target)
+        assert killed(partial(overwrite, new, target), place, point)
+        values.add(value_of(target))
+        if point % 3 == 0:
+            ckpt.clean(target)
+            assert names(place) == {name}
+    assert values == {1.0, 2.0}
+    overwrite(new, target)
+    assert (value_of(target), names(place)) == (2.0, {name})
