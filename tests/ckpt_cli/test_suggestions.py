@@ -81,8 +81,8 @@ def test_places_that_are_not_there_get_what_was_meant(
 
 def test_quiet_prints_the_result_and_errors_and_no_notes(tmp_path: Path) -> None:
     run = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
-    assert "note: " in ckpt("convert", run, tmp_path / "loud", "--to", "hf").err
-    done = ckpt("convert", run, tmp_path / "quiet", "--to", "hf", "--quiet")
+    assert "note: " in ckpt("convert", run, tmp_path / "loud.safetensors").err
+    done = ckpt("convert", run, tmp_path / "quiet.safetensors", "--quiet")
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("wrote ")
     assert "error: " in ckpt("inspect", tmp_path / "gone", "-q").err

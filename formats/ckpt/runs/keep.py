@@ -5,16 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated
 
-from ckpt_formats.core.arguments import Admits
 from ckpt_formats.core.errors import InvalidArgumentError
 
 _RULE = re.compile(r"(last|hourly|daily|weekly|monthly|yearly|every):([1-9][0-9]{0,17})|best")
 _WORDS = "last:N, hourly:N, daily:N, weekly:N, monthly:N, yearly:N, every:N or best"
-
-KeepRule = Annotated[str, Admits(f"{_WORDS}, several with commas", lambda text: parse_keep(text))]
-"""Which checkpoints stay, as a text."""
 
 _PERIODS: dict[str, Callable[[datetime], object]] = {
     "hourly": lambda time: (time.date(), time.hour),
@@ -42,7 +37,8 @@ def parse_keep(text: str) -> list[tuple[str, int]]:
     for part in text.split(","):
         match = _RULE.fullmatch(part.strip())
         if match is None:
-            raise InvalidArgumentError(f"{part.strip()!r:.60} is not a rule of what to keep", hint=f"It is {_WORDS}.")
+            what = f"{part.strip()!r:.60} is not a rule of what to keep"
+            raise InvalidArgumentError(what, hint=f"A rule is {_WORDS}; several have commas between them.")
         rules.append(("best", 1) if match[1] is None else (match[1], int(match[2])))
     return rules
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ckpt.pipeline.removal import finish_removals, remove_checkpoint
-from ckpt.runs.keep import KeepRule, SavedStep, kept_by, parse_keep
+from ckpt.runs.keep import SavedStep, kept_by, parse_keep
 from ckpt_formats.core.arguments import Range, StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, IncompleteError, InvalidArgumentError, NotFoundError
@@ -72,7 +72,7 @@ class PruneResult:
 @checked
 def prune(
     run: StrPath,
-    keep: KeepRule,
+    keep: str,
     *,
     incomplete: bool = False,
     unchanged_for: Seconds = UNCHANGED_FOR,
@@ -100,7 +100,7 @@ def prune(
         IncompleteError: None is whole.
         OutputError: One cannot be removed.
     """
-    folder, rules = source_path(run), parse_keep(keep)
+    rules, folder = parse_keep(keep), source_path(run)
     if (folder / _CHAIN).is_file():
         raise InvalidArgumentError(
             "is a chain, which has a retention of its own",
