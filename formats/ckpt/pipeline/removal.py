@@ -20,7 +20,7 @@ from ckpt_formats.core.place import Place
 from ckpt_formats.core.publish import flush, rename_new
 from ckpt_formats.core.store_path import StorePath, is_remote
 from ckpt_formats.core.text import NEW, REMOVED, STAGED
-from ckpt_formats.registry.marks import is_mark
+from ckpt_formats.registry.listed import is_mark
 from ckpt_formats.stores.location import place_at
 
 _JOB, _REMOVAL = f"{STAGED}/job", f"{STAGED}/removal"
