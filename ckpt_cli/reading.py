@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ckpt.chains.restore import ChainState
     from ckpt_formats.core.layout import Rule
     from ckpt_formats.stores.http_client import Credentials
+
+T = TypeVar("T")
 
 _MAX_ORDER = 1 << 28
 """Maximum bytes of a file of names."""
@@ -96,18 +98,34 @@ def noted(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def expand_chain(path: str) -> tuple[str, ...]:
-    """The addresses of all stored states of a chain, the oldest first; any other path alone."""
+def expand_chain(path: str, last: int | None = None) -> tuple[str, ...]:
+    """The addresses of all stored states of a chain, the oldest first; any other path alone.
+
+    With `last`, only so many of the newest, also of the checkpoints in the folder of a run. Raises `NotFoundError` if
+    there are fewer.
+    """
     from ckpt_formats.universal.chain import chain_file
     from ckpt_formats.universal.chain.states import all_steps
 
     place = None if path.startswith(SHADOW) else source_place(path)
     if place is None or not (place / chain_file.NAME).is_file():
-        return (path,)
+        if place is None or last is None:
+            return (path,)
+        newest = _newest(checkpoints_in(place), last, path)
+        notes.note(Notice("these checkpoints of the run are read", tuple(one.name for one in newest)))
+        return tuple(map(str, newest))
     chain = chain_file.load(place / chain_file.NAME)
     steps = all_steps(place, chain) if chain.is_published else [member.step for member in chain.members]
+    if last is not None:
+        steps = _newest(steps, last, path)
     notes.note(f"{len(steps)} stored states of the chain are read: {_brief(steps)}")
     return tuple(f"{path.rstrip('/')}@{step}" for step in steps)
+
+
+def _newest(every: Sequence[T], last: int, path: str) -> list[T]:
+    if len(every) < last:
+        raise NotFoundError(f"there are {len(every)} checkpoints, not {last}", where=path)
+    return list(every[-last:])
 
 
 def _brief(steps: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ import click
 
 from ckpt_cli.options.command import command, resources
 from ckpt_cli.options.encoding import encoding
-from ckpt_cli.options.source import source
+from ckpt_cli.options.source import parts, source
 from ckpt_cli.options.target import overwriting
 from ckpt_cli.options.types import CheckpointPath
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 @command("compress")
 @source("source", accept_suspicious=True)
 @click.argument("target", type=CheckpointPath())
+@parts
 @encoding
 @click.option("--dry-run", is_flag=True, help="Estimate the savings from some chunks, write nothing.")
 @overwriting

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_cli.options.command import command, resources
-from ckpt_cli.options.source import opening, place_of, read_options
+from ckpt_cli.options.source import opening, place_of, read_options, with_checkpoints_inside
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
@@ -14,21 +14,37 @@ if TYPE_CHECKING:
 
 
 @command("verify")
-@click.argument("path", type=CheckpointPath())
+@click.argument("paths", type=CheckpointPath(), nargs=-1, required=True, metavar="PATH...")
+@click.option("--all", "every", is_flag=True, help="Verify all checkpoints in the folder of a run, not only the last.")
 @click.option("--replay", is_flag=True, help="Repeat all logged steps of a chain, and compare with the run.")
 @click.option("--quick", is_flag=True, help="Check only what the headers of the files say; read no tensor.")
 @click.option("--values", is_flag=True, help="Read all values for NaN and zeros, also without checksums.")
 @resources(locks=False)
 @read_options
 def verify(
-    path: str, replay: bool, quick: bool, values: bool, resources: "Execution", options: "ReadOptions", as_json: bool
+    paths: tuple[str, ...],
+    every: bool,
+    replay: bool,
+    quick: bool,
+    values: bool,
+    resources: "Execution",
+    options: "ReadOptions",
+    as_json: bool,
 ) -> None:
-    from ckpt_cli.views.verify import How, verify
+    from ckpt_cli.views.verify import How, verify, verify_each
 
     if quick and replay:
         raise click.UsageError("--quick reads headers only, and --replay repeats all steps: give one of them.")
     if values and (quick or replay):
         raise click.UsageError("--values reads all values of one checkpoint: leave --quick and --replay out.")
-    place = place_of(path)
-    if not verify(place, opening(place, options), resources, How(replay, quick, values), as_json):
+    how = How(replay, quick, values)
+    places = list(map(place_of, paths))
+    if every:
+        inside = [with_checkpoints_inside(path)[1] or [place_of(path)] for path in paths]
+        places = [place for several in inside for place in several]
+    if len(places) == 1:
+        ok = verify(places[0], opening(places[0], options), resources, how, as_json)
+    else:
+        ok = verify_each([(place, opening(place, options)) for place in places], resources, how, as_json)
+    if not ok:
         raise SystemExit(20)

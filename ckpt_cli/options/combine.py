@@ -9,7 +9,7 @@ import click
 
 from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.source import only, skip, source
-from ckpt_cli.options.types import WeightsType, numbers
+from ckpt_cli.options.types import FloatType, WeightsType, numbers
 from ckpt_formats.core.arguments import Decay
 
 if TYPE_CHECKING:
@@ -30,6 +30,19 @@ _EMA = click.option(
     type=numbers(Decay),
     metavar="DECAY",
     help="Exponential moving average, the oldest CHECKPOINT first: DECAY * average + (1 - DECAY) * next.",
+)
+_LAST = click.option(
+    "--last",
+    type=click.IntRange(2),
+    metavar="N",
+    help="Of one CHECKPOINT that is a run's folder or a chain: average its N newest checkpoints.",
+)
+_DTYPE = click.option(
+    "--dtype",
+    type=FloatType(),
+    metavar="TYPE",
+    help="Type of the result: fp32, bf16, fp16, ...; a wider one than the weights' own is computed without rounding "
+    "before.  [default: the weights' own]",
 )
 _SCALE = click.option(
     "--scale",
@@ -65,6 +78,8 @@ def averaged(command: F) -> F:
         checkpoints: "tuple[Checkpoint, ...]",
         weights: tuple[float, ...] | None,
         ema: float | None,
+        last: int | None,
+        dtype: str | None,
         only: tuple[str, ...],
         skip: tuple[str, ...],
         **arguments: Any,
@@ -72,15 +87,18 @@ def averaged(command: F) -> F:
         from ckpt.combine import average
         from ckpt_cli.reading import noted
 
+        if last is not None and len(checkpoints) != last:
+            raise click.UsageError("--last chooses among the checkpoints of one folder or chain: name only that.")
         if len(checkpoints) == 1:
             raise click.UsageError(
                 "an average needs several checkpoints, or a chain with several states; one is given."
             )
         numbers = _weights(len(checkpoints), weights, ema)
         selected = [one.select(only, skip) if only or skip else one for one in checkpoints]
-        return command(*args, source=noted(average(selected, numbers)), **arguments)
+        result = average([_widened(one, dtype) for one in selected], numbers)
+        return command(*args, source=noted(result.cast(dtype) if dtype else result), **arguments)
 
-    grouped = with_options(combined, _WEIGHTS, _EMA, only, skip, group="Average")
+    grouped = with_options(combined, _WEIGHTS, _EMA, _LAST, _DTYPE, only, skip, group="Average")
     return cast(F, source("checkpoints", several="CHECKPOINT...")(grouped))
 
 
@@ -94,6 +112,7 @@ def merged_lora(command: F) -> F:
         adapter: "Checkpoint",
         scale: float,
         expert_axes: "ExpertAxes | None",
+        dtype: str | None,
         **arguments: Any,
     ) -> Any:
         from ckpt.combine import merge_lora
@@ -101,9 +120,10 @@ def merged_lora(command: F) -> F:
 
         if not math.isfinite(scale):
             raise click.UsageError("--scale is a number such as 0.5.")
-        return command(*args, source=noted(merge_lora(model, adapter, scale, expert_axes=expert_axes)), **arguments)
+        result = merge_lora(_widened(model, dtype), adapter, scale, expert_axes=expert_axes)
+        return command(*args, source=noted(result.cast(dtype) if dtype else result), **arguments)
 
-    grouped = with_options(combined, _SCALE, _EXPERT_AXES, group="Merge")
+    grouped = with_options(combined, _SCALE, _EXPERT_AXES, _DTYPE, group="Merge")
     return cast(F, source("model", "adapter")(grouped))
 
 
@@ -127,6 +147,19 @@ def converted_experts(command: F) -> F:
         return command(*args, source=source, **arguments)
 
     return cast(F, with_options(converted, _EXPERT_LORA, _GATE_UP, group="Edits"))
+
+
+def _widened(source: "Checkpoint", dtype: str | None) -> "Checkpoint":
+    """The checkpoint with its weights in `dtype`, if that type holds each of their values; else as it is."""
+    from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, is_float
+
+    if dtype is None:
+        return source
+    dtype = SHORT_NAMES.get(dtype, dtype)
+    weights = [parameter.dtype for parameter in source.values() if is_float(parameter.dtype)]
+    wider = {"float64": ("float32", "float16", "bfloat16"), "float32": ("float16", "bfloat16")}.get(dtype, ())
+    fits = all(one == DTYPES[dtype] or one.name in wider for one in weights)
+    return source.cast(dtype) if fits and any(one != DTYPES[dtype] for one in weights) else source
 
 
 def _weights(count: int, weights: tuple[float, ...] | None, decay: float | None) -> list[float] | None:

@@ -29,7 +29,6 @@ _SEVERAL = {
     "convert": f"{_FILES} The mean of several checkpoints is `ckpt average`.",
     "reshard": _FILES,
     "compress": _FILES,
-    "verify": f"{_FILES} Several checkpoints are verified one after another.",
     "inspect": f"{_FILES} A folder of several checkpoints is listed.",
     "append": " One state is appended at a time, in the order of their steps.",
 }

@@ -125,7 +125,7 @@ def source(
             for name in names:
                 paths = arguments[name]
                 if isinstance(paths, tuple):
-                    paths = expand_chain(paths[0]) if len(paths) == 1 else paths
+                    paths = expand_chain(paths[0], arguments.get("last")) if len(paths) == 1 else paths
                     arguments[name] = tuple(open_source(path, options, accept_suspicious) for path in paths)
                 else:
                     arguments[name] = open_source(paths, options, accept_suspicious)
@@ -157,10 +157,34 @@ skip = click.option(
     "--skip", type=PatternType(), multiple=True, metavar="PATTERN", help="Leave out parameters whose names match."
 )
 
+model_only = click.option("--model-only", is_flag=True, help="Only the model's tensors, without optimizer and extras.")
+
+
+def parts(command: F) -> F:
+    """`--only`, `--skip` and `--model-only`; the command gets the chosen part of the source."""
+
+    @wraps(command)
+    def chosen(
+        *args: Any,
+        source: "Checkpoint",
+        only: tuple[str, ...],
+        skip: tuple[str, ...],
+        model_only: bool,
+        **arguments: Any,
+    ) -> Any:
+        if only or skip:
+            source = source.select(only, skip)
+        if model_only:
+            source = source.weights_only()
+        return command(*args, source=source, **arguments)
+
+    return cast(F, with_options(chosen, only, skip, model_only, group="Edits"))
+
+
 _EDITS = (
     only,
     skip,
-    click.option("--model-only", is_flag=True, help="Only the model's tensors, without optimizer and extras."),
+    model_only,
     click.option(
         "--drop-optimizer",
         is_flag=True,

@@ -1,7 +1,8 @@
 """What commands print: results on stdout, everything else on stderr."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +33,26 @@ def conclude(text: str) -> None:
     click.echo(text)
 
 
+_gathered: list[Mapping[str, Any]] | None = None
+"""The objects of a command that prints several as one; None if each is printed."""
+
+
+@contextmanager
+def gathered() -> Iterator[list[Mapping[str, Any]]]:
+    """Within the context, `data` prints nothing; the objects are in the list."""
+    global _gathered
+    _gathered = []
+    try:
+        yield _gathered
+    finally:
+        _gathered = None
+
+
 def data(value: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout, with the notes of the command."""
+    if _gathered is not None:
+        _gathered.append(value)
+        return
     click.echo(json.dumps({**value, "notes": notes.to_json()}, allow_nan=False))
 
 

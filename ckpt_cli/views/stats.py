@@ -104,9 +104,13 @@ def _csv(result: Stats, by: Grouping) -> str:
 
 
 def _summary(result: Stats, total: Figures, seconds: float) -> str:
-    size = f"{total.values:,} values in {len(result):,} tensors ({seconds:.1f} s)"
+    size = f"{total.values:,} values in {_tensors(len(result))} ({seconds:.1f} s)"
     if not (total.nans or total.infinities):
         return f"no value is NaN or infinite: {size}"
     hit = sum(1 for one in result if one.figures.nans or one.figures.infinities)
     counts = [f"{total.nans:,} NaN"] * bool(total.nans) + [f"{total.infinities:,} infinite"] * bool(total.infinities)
-    return f"{' and '.join(counts)} in {hit:,} tensors, of {size}"
+    return f"{' and '.join(counts)} in {_tensors(hit)}, of {size}"
+
+
+def _tensors(count: int) -> str:
+    return f"{count:,} tensor{'s' * (count != 1)}"

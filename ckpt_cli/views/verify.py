@@ -1,7 +1,7 @@
 """`ckpt verify`: check a checkpoint or a chain, or the files of one that cannot be opened."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.zero_values import zero_notices
 from ckpt_formats.registry.opening import open_checkpoint as open_any
 from ckpt_formats.universal.chain import chain_file
@@ -65,6 +65,29 @@ def verify(
             problems = survey(path, error, resources)
         report.unreadable(path, error, problems, time.monotonic() - started, as_json)
         return False
+
+
+def verify_each(
+    checkpoints: Sequence[tuple[Path, Callable[[], Checkpoint]]], resources: Resources, how: How, as_json: bool
+) -> bool:
+    """Verify several checkpoints one after another, and show how many are damaged. Returns whether none is.
+
+    checkpoints: the path of each, and what opens it.
+    """
+    damaged: list[Path] = []
+    with report.gathered() as objects:
+        for path, open_checkpoint in checkpoints:
+            if not verify(path, open_checkpoint, resources, how, as_json):
+                damaged.append(path)
+    count = len(checkpoints)
+    if as_json:
+        report.data({"ok": not damaged, "damaged": list(map(str, damaged)), "checkpoints": objects})
+    elif damaged:
+        names = list_names(list(map(str, damaged)), printable, max_count=_MAX_STEPS)
+        report.conclude(f"DAMAGED: {len(damaged)} of {count} checkpoints: {names}")
+    else:
+        report.conclude(f"ok: all {count} checkpoints")
+    return not damaged
 
 
 def _verify(checkpoint: Checkpoint, resources: Resources, values: bool, as_json: bool) -> bool:

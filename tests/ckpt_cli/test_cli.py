@@ -98,7 +98,7 @@ WRONG = {
     "an unknown command": (["transmute", "a", "b"], 2, "transmute"),
     "no source": (["inspect"], 2, "PATH"),
     "no target": (["convert", "SOURCE"], 2, "TARGET"),
-    "too many arguments": (["verify", "SOURCE", "b"], 2, "b"),
+    "too many arguments": (["rules", "SOURCE", "b"], 2, "b"),
     "an unknown option": (["inspect", "SOURCE", "--josn"], 2, "--josn"),
     "an unknown format": (["convert", "SOURCE", "TARGET", "--to", "tensorflow"], 2, "'tensorflow'"),
     "a size in words": (["convert", "SOURCE", "TARGET", "--memory", "lots"], 2, "'lots' is not a size like"),

@@ -53,7 +53,7 @@ RUNS: dict[str, list[list[Any]]] = {
     "reshard": [[ZERO1, "r", "--dp", "1"], [ZERO1, "x", "--dp", "1", "--dry-run"]],
     "inspect": [["u"], [TRAINER], ["run.chain@12"], ["recorded.chain"], [SAMPLES / "damaged"]],
     "latest": [["run.chain"], [SAMPLES / "damaged"]],
-    "verify": [["u"], ["run.chain"], ["recorded.chain"], ["published.chain"], ["--quick", "u"],
+    "verify": [["u"], ["run.chain"], ["recorded.chain"], ["published.chain"], ["--quick", "u"], ["u", "a.safetensors"],
                [SAMPLES / "damaged" / "flipped-bit"], [SAMPLES / "damaged" / "truncated-shard"]],
     "extract": [["a.safetensors", "layer.bias"], ["a.safetensors", "layer.weight[0:2]", "w.npy"]],
     "check": [["a.safetensors", "--like", "b.safetensors"], ["u", "--like", "a.safetensors"]],
