@@ -219,6 +219,20 @@ HOSTILE = {
 }
 
 
+def test_gguf_takes_no_part_of_a_model_for_infinitely_many(tmp_path: Path) -> None:
+    infinite = entry(b"split.count", 6, struct.pack("<f", float("inf")))
+    (tmp_path / "x.gguf").write_bytes(file([infinite], [info()]))
+    assert list(ckpt.open(tmp_path / "x.gguf")) == ["w"]
+
+
+def test_gguf_refuses_an_array_that_would_take_more_memory_than_the_file(tmp_path: Path) -> None:
+    values = {"general.architecture": "llama", "llama.block_count": np.zeros(100_001, np.uint8)}
+    slots = container.placed([("token_embd.weight", container.BLOCK_TYPES["F32"], (8, 8))], 32)
+    (tmp_path / "x.gguf").write_bytes(container.header_bytes(values, slots) + bytes(256))
+    with pytest.raises(UnsafeError, match="has 100,001 values"):
+        ckpt.use_names(ckpt.open(tmp_path / "x.gguf"), "hf")
+
+
 @pytest.mark.parametrize("what", HOSTILE)
 def test_gguf_refuses_hostile_files(what: str, tmp_path: Path) -> None:
     content, error, message = HOSTILE[what]

@@ -182,8 +182,10 @@ def placed(slots: Iterable[tuple[str, BlockType, Shape]], alignment: int) -> tup
         what = f"tensor `{printable(name)}`"
         if len(shape) > MAX_GGML_AXES:
             raise UnsupportedError(f"{what} has {len(shape)} axes: GGUF has at most {MAX_GGML_AXES}")
-        if len(_encoded(name)) > _MAX_STORED_NAME:
-            raise UnsupportedError(f"{what} has a name of over {_MAX_STORED_NAME} bytes, which llama.cpp does not read")
+        if not 0 < len(_encoded(name)) <= _MAX_STORED_NAME:
+            raise UnsupportedError(
+                f"{what} has no name, or one of over {_MAX_STORED_NAME} bytes, which llama.cpp does not read"
+            )
         if shape and shape[-1] % kind.values:
             raise UnsupportedError(
                 f"{what} has rows of {shape[-1]} values, which are not whole blocks of {kind.name} ({kind.values})"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter
-from ckpt_formats.core.errors import IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import IncompleteError, UnsafeError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.text import printable
@@ -32,6 +32,8 @@ _DIALECT = "gguf"
 _FREQUENCIES = "rope_freqs.weight"
 _VOCABULARY = "token_embd.weight"
 _SOURCE = "the file"
+_MAX_ARRAY = 100_000
+"""Values of an array that describes a model: as lists, they take much more memory than in the file."""
 _DIGITS = 6
 """Decimals that a float32 near one has."""
 
@@ -216,6 +218,8 @@ def _as_entries(values: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, np.generic):
             value = value.item()
         elif isinstance(value, np.ndarray):
+            if value.size > _MAX_ARRAY:
+                raise UnsafeError(f"`{printable(key)}` has {value.size:,} values: a model has one for each layer")
             value = value.tolist()
         if key in _scales() and isinstance(value, float):
             value = round(value / _scales()[key], _DIGITS)

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from ckpt_codecs.quantised.gguf_blocks import GGUF_TYPES, GgufBlocks
 from ckpt_formats.containers.gguf import GgufFile, GgufTensor, read_header
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Origin, Parameter, SourceFile
@@ -38,10 +40,8 @@ def read_model(path: Path) -> Checkpoint:
 
 
 def _count(value: Value) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        return 0
+    """The number that a value of the header is; 0 for anything but an integer."""
+    return int(value) if isinstance(value, np.integer) else 0
 
 
 def _tensor(file: GgufFile, one: GgufTensor) -> Tensor:
