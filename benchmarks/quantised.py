@@ -2,9 +2,8 @@
 
 Codes and scales are random, of a matrix of 1024 x 4096. Speeds are GB of bfloat16 per second of CPU time of one thread,
 the best of all rounds, Python counted, in blocks as `convert` reads them. Where torch is installed, the last column is
-what its operations take that the
-libraries of these schemes use without a GPU. The environment variable CKPT_CPU_LEVEL selects the kernels: 2 is plain C
-on x86-64. The last row quantises to FP8 blocks: GB of bfloat16 that are read.
+what its operations take that the libraries of these schemes use without a GPU. The environment variable CKPT_CPU_LEVEL
+selects the kernels: 2 is plain C on x86-64. The last rows quantise: GB of bfloat16 that are read.
 """
 
 from __future__ import annotations
@@ -159,6 +158,8 @@ def main() -> None:
     target = np.empty((N, M), ml_dtypes.float8_e4m3fn)
     quantise = speed(lambda: scaled.codes_of(values, scaled.scales_of(values, block), block, target), rounds)
     print(f"{'to FP8 blocks':<18}{quantise:8.2f}")
+    blocks, powers = np.empty((N, M // 32, 16), np.uint8), np.empty((N, M // 32), np.uint8)
+    print(f"{'to MXFP4':<18}{speed(lambda: fp4.mxfp4_of(values, blocks, powers), rounds):8.2f}")
 
 
 if __name__ == "__main__":

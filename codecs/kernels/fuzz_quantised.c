@@ -88,10 +88,28 @@ static void fuzz_scaled_columns(void) {
     EXPECT(READ(scale_columns)(codes, rows, columns, groups, zeros, scales, count * columns, out) == 1);
 }
 
+static void fuzz_mxfp4(void) {
+    static const float sizes[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    i64 count = random_below(8);
+    float *values = random_floats(32 * count);
+    u8 *codes = exact(16 * count), *scales = exact(count);
+    EXPECT(READ(encode_mxfp4)(values, count, codes, scales) == 0);
+    for (i64 i = 0; i < 32 * count; i++) { /* no other code is nearer */
+        float value = values[i], power = float_of_bits((u32)(254 - scales[i / 32]) << 23), size = __builtin_fabsf(value) * power;
+        if (!(size <= 6)) continue;
+        u8 code = codes[i / 2] >> (i % 2 * 4) & 15;
+        float distance = __builtin_fabsf(size - sizes[code & 7]);
+        for (i64 k = 0; k < 8; k++) EXPECT(distance <= __builtin_fabsf(size - sizes[k]));
+        EXPECT(code >> 3 == bits_of_float(value) >> 31);
+    }
+    EXPECT(READ(encode_mxfp4)(values, -1, codes, scales) == BAD_SIZE);
+}
+
 static void fuzz_quantised(void) {
     fuzz_scaled_codes();
     fuzz_scaled_nibbles();
     fuzz_scaled_integers();
     fuzz_packed_words();
     fuzz_scaled_columns();
+    fuzz_mxfp4();
 }

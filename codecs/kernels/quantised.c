@@ -135,3 +135,27 @@ i64 API(scale_columns)(const u8 *restrict codes, i64 rows, i64 columns, const i3
     }
     return 0;
 }
+
+#define MX_GROUP 32
+
+i64 API(encode_mxfp4)(const float *restrict values, i64 count, u8 *restrict codes, u8 *restrict scales) {
+    if (!is_size(count) || !is_size(MX_GROUP * count)) return BAD_SIZE;
+    for (i64 group = 0; group < count; group++, values += MX_GROUP, codes += MX_GROUP / 2) {
+        u32 largest = 0;
+        for (i64 i = 0; i < MX_GROUP; i++) largest = max(largest, bits_of_float(values[i]) & 0x7FFFFFFF);
+        i32 exponent = max((i32)(largest >> 23) - 127 - 2, -127);
+        float power = float_of_bits((u32)(127 - exponent) << 23);
+        u8 own[MX_GROUP];
+        for (i64 i = 0; i < MX_GROUP; i++) {
+            float scaled = values[i] * power, absolute = __builtin_fabsf(scaled), size = absolute < 6 ? absolute : 6;
+            u32 word = bits_of_float(size);
+            /* A code is an exponent and one bit of mantissa; below 1, a multiple of 0.5, the last bit of 2^22. */
+            i32 normal = (i32)((word + 0x1FFFFF + (word >> 22 & 1)) >> 22) - 252;
+            i32 small = (i32)(bits_of_float(size + 0x1p22f) - bits_of_float(0x1p22f));
+            own[i] = (u8)((bits_of_float(scaled) >> 28 & 8) | (u32)max(normal, min(small, 2)));
+        }
+        for (i64 i = 0; i < MX_GROUP / 2; i++) codes[i] = (u8)(own[2 * i] | own[2 * i + 1] << 4);
+        scales[group] = (u8)(exponent + 127);
+    }
+    return 0;
+}

@@ -32,4 +32,8 @@ i64 API(unpack_words)(const u32 *words, i64 rows, i64 columns, i64 bits, const u
 i64 API(scale_columns)(const u8 *codes, i64 rows, i64 columns, const i32 *groups, const float *zeros, const float *scales,
                        i64 scales_size, float *out);
 
+/* Write MXFP4 of `count` groups of 32 finite numbers: 16 bytes of codes for each group, the low half of a byte first, and a
+ * scale, which is the exponent of the largest size less 2, plus 127. Codes are the nearest, ties to even, at most 6. */
+i64 API(encode_mxfp4)(const float *values, i64 count, u8 *codes, u8 *scales);
+
 #endif

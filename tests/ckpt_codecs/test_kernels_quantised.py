@@ -107,6 +107,21 @@ def make_columns(random: np.random.Generator, n: int) -> Trial:
     return run
 
 
+@TRIALS.of("encode_mxfp4")
+def make_mxfp4(random: np.random.Generator, n: int) -> Trial:
+    values = floats(random, n // 32, 32)
+    ties = random.random(len(values)) < 0.3
+    values[ties] = random.integers(-32, 33, (int(ties.sum()), 32)) * F32(0.25)
+    values[random.random(len(values)) < 0.1] = 0
+
+    def run(engine: Engine) -> Any:
+        codes, scales = np.zeros((len(values), 16), U8), np.zeros(len(values), U8)
+        engine.encode_mxfp4(values, codes, scales)
+        return codes, scales
+
+    return run
+
+
 def test_no_kernel_of_the_header_is_forgotten() -> None:
     assert sorted(TRIALS) == sorted(KERNELS)
     assert list(quantised.SIGNATURES) == list(PROTOTYPES)
@@ -131,6 +146,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         lambda: quantised.scale_codes(codes, many, many[:1], (0, 0), (2, 4), many[:7]),
         lambda: quantised.scale_nibbles(codes.reshape(-1), False, many, many[:1], 16, many[:16]),
         lambda: quantised.scale_integers(codes, 0, many[:2], many[:4].reshape(1, 4)),
+        lambda: quantised.encode_mxfp4(many.reshape(8, 32), codes, codes[0]),
         lambda: quantised.unpack_words(codes.view(np.uint32), 4, codes[0], True, codes[0]),
         lambda: quantised.scale_columns(codes, groups, many[:4], many[:4], many[:8]),
         lambda: quantised.scale_columns(codes, groups, many[:8], many[:8].reshape(2, 4), many[:8]),

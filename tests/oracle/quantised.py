@@ -33,6 +33,19 @@ def scale_columns(codes: Array, groups: Array, zeros: Array, scales: Array, out:
     return True
 
 
+def encode_mxfp4(values: Array, codes: Array, scales: Array) -> None:
+    exponents = np.maximum(np.frexp(np.abs(values).max(1, initial=0))[1] - 3, -127)
+    exponents[~values.any(1)] = -127
+    sizes = np.minimum(np.abs(np.ldexp(values.astype(np.float64), -exponents[:, None])), 6)
+    distances = np.abs(sizes[..., None] - np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]))
+    nearest = distances.argmin(-1)  # the lower one of two at a tie
+    upper = np.minimum(nearest + 1, 7)
+    is_tie = np.take_along_axis(distances, upper[..., None], -1)[..., 0] == distances.min(-1)
+    nearest = np.where(is_tie & (nearest % 2 == 1), upper, nearest) | np.signbit(values) << 3
+    codes[:] = nearest[:, ::2] | nearest[:, 1::2] << 4
+    scales[:] = exponents + 127
+
+
 def scale_integers(blocks: Array, offset: int, scales: Array, out: Array) -> None:
     with np.errstate(all="ignore"):
         integers = blocks[:, offset : offset + out.shape[1]].view(np.int8).astype(np.float32)

@@ -18,6 +18,7 @@ SIGNATURES = {
     "scale_integers": (INT64, ADDRESS, *[INT64] * 4, ADDRESS, INT64, ADDRESS),
     "unpack_words": (INT64, ADDRESS, *[INT64] * 3, ADDRESS, *[INT64] * 2, ADDRESS),
     "scale_columns": (INT64, ADDRESS, *[INT64] * 2, *[ADDRESS] * 3, INT64, ADDRESS),
+    "encode_mxfp4": (INT64, ADDRESS, INT64, ADDRESS, ADDRESS),
 }
 kernels = bind(SIGNATURES)
 
@@ -91,6 +92,15 @@ def scale_columns(codes: Array, groups: Array, zeros: Array, scales: Array, out:
         *(address(scales, _FLOAT32), scales.size, address(out, _FLOAT32, writable=True)),
     )
     return not wrong
+
+
+def encode_mxfp4(values: Array, codes: Array, scales: Array) -> None:
+    """Fill `codes`, (n, 16) uint8, and `scales`, (n,) uint8, with MXFP4 of `values`: (n, 32) float32, finite."""
+    _check_sizes(codes.size, values.size // 2, values.size == 32 * scales.size)
+    kernels.encode_mxfp4(
+        *(address(values, _FLOAT32), scales.size, address(codes, _UINT8, writable=True)),
+        address(scales, _UINT8, writable=True),
+    )
 
 
 def _check_sizes(size: int, wanted: int, fits: bool) -> None:

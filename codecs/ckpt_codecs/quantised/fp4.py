@@ -280,19 +280,9 @@ def mxfp4_of(values: Array, blocks: Array, scales: Array) -> None:
     values: (..., groups * 32) float32, without NaN; blocks: (..., groups, 16) uint8, scales: (..., groups) uint8, both
     filled.
     """
+    from ckpt_codecs.native import quantised  # readers need no such kernel
+
     groups = np.ascontiguousarray(values).reshape(-1, MX_BLOCK)
-    largest = np.abs(groups).max(-1)
-    exponents = np.maximum((largest.view(np.int32) >> 23) - 127 - 2, -127)
-    powers = np.ldexp(FLOAT32.type(1), -exponents)
-    scaled = groups * powers[:, None]
-    sizes = np.minimum(np.abs(scaled), FLOAT32.type(6))
-    # Codes of sizes below 2 are half a unit apart, those up to 4 a unit, those above two units.
-    is_middle, is_large = sizes >= 2, sizes >= 4
-    sizes *= FLOAT32.type(2)
-    np.multiply(sizes, FLOAT32.type(0.5), out=sizes, where=is_middle)
-    np.multiply(sizes, FLOAT32.type(0.5), out=sizes, where=is_large)
-    codes = np.rint(sizes).astype(np.uint8)
-    codes += (is_middle.view(np.uint8) + is_large.view(np.uint8)) << 1
-    codes |= np.signbit(scaled).view(np.uint8) << 3
-    blocks[...] = (codes[:, 0::2] | codes[:, 1::2] << 4).reshape(blocks.shape)
-    scales[...] = (exponents + 127).reshape(scales.shape)
+    codes, exponents = np.empty((len(groups), MX_BLOCK // 2), np.uint8), np.empty(len(groups), np.uint8)
+    quantised.encode_mxfp4(groups, codes, exponents)
+    blocks[...], scales[...] = codes.reshape(blocks.shape), exponents.reshape(scales.shape)
