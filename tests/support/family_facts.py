@@ -27,6 +27,7 @@ from ckpt_formats.names.hyperparameters import read as read_entries
 from ckpt_formats.names.llama_cpp import from_llama_cpp, to_llama_cpp
 from ckpt_formats.names.native import from_native, to_native
 from ckpt_formats.names.packings import stored_shape
+from ckpt_formats.names.renames import apply_renames
 from held import checkpoint, parameter
 from hf_jobs.random_models import RANDOM, model
 
@@ -72,6 +73,7 @@ def facts(config: Mapping[str, Any]) -> Facts:
     result["defaults"] = dict(settings.defaults)
     for naming in (*translate.NATIVE, translate.GGUF_VALUES):
         result[f"as {naming}"] = _elsewhere(config, naming)
+    result["in memory"] = _in_memory(config)
     result["ignored"] = [configured.family.ignored.pattern, configured.family.others.pattern]
     try:
         result["arguments"] = to_arguments(described.values, None)
@@ -157,6 +159,19 @@ def _elsewhere(config: Mapping[str, Any], naming: str) -> Facts | None:
         return None
     values = there.extras.get(translate.GGUF_VALUES)
     return {"there": _contents(there), "back": _contents(again), "values": values, "config": again.extras[CONFIG]}
+
+
+def _in_memory(config: Mapping[str, Any]) -> dict[str, int] | None:
+    """The tensors of transformers' model in memory; None for a model that it cannot have."""
+    configured = configured_model(config)
+    assert configured is not None
+    try:
+        source = _numbered(config)
+        return _contents(
+            apply_renames(source, translate.renames_between(configured.model, source.parameters, "hf", "hf_memory"))
+        )
+    except CkptError:
+        return None
 
 
 def _of_native(naming: str) -> tuple[Callable[[Checkpoint], Checkpoint], Callable[[Checkpoint], Checkpoint]]:
