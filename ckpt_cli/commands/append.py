@@ -20,18 +20,17 @@ if TYPE_CHECKING:
 @click.argument("chain", type=CheckpointPath())
 @delta_policy
 @bases
-@source("checkpoint", option="parent")
+@source("checkpoints", several="CHECKPOINT...", states=False, option="parent")
 @append_options
 @resources()
 def append(
-    chain: str, checkpoint: "Checkpoint", options: "AppendOptions", resources: "Execution", as_json: bool
+    chain: str,
+    checkpoints: "tuple[Checkpoint, ...]",
+    options: "AppendOptions",
+    resources: "Execution",
+    as_json: bool,
 ) -> None:
     from ckpt_cli.views import append
     from ckpt_formats.stores.location import target_path
 
-    path = target_path(chain)
-    append.note_warnings(options.policy, checkpoint)
-    if options.dry_run:
-        append.show_plan(path, checkpoint, options, resources, as_json)
-    else:
-        append.append(path, checkpoint, options, resources, as_json)
+    append.run(target_path(chain), checkpoints, options, resources, as_json)

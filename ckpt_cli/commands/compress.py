@@ -33,14 +33,10 @@ def compress(
     as_json: bool,
 ) -> None:
     from ckpt.job import Job
-    from ckpt.original import compressed_path
     from ckpt_cli.views import compress, job
-    from ckpt_formats.registry.endings import notices_of_ending
-    from ckpt_formats.stores.location import target_path
     from ckpt_formats.universal import Universal
 
-    place, notices = compressed_path(source, target_path(target), target.endswith("/"))
-    notices = (*notices, *notices_of_ending(place, Universal.name))
+    place, notices = compress.target_of(source, target)
     work = Job(source, place, Universal(**encoding), overwrite)
     if dry_run:
         compress.show_estimate(work, as_json, notices)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_cli.options.command import command, resources
-from ckpt_cli.options.source import opening, place_of, read_options, with_checkpoints_inside
+from ckpt_cli.options.source import opening, places_of, read_options
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
@@ -31,20 +31,12 @@ def verify(
     options: "ReadOptions",
     as_json: bool,
 ) -> None:
-    from ckpt_cli.views.verify import How, verify, verify_each
+    from ckpt_cli.views.verify import How, verify_each
 
     if quick and replay:
         raise click.UsageError("--quick reads headers only, and --replay repeats all steps: give one of them.")
     if values and (quick or replay):
         raise click.UsageError("--values reads all values of one checkpoint: leave --quick and --replay out.")
-    how = How(replay, quick, values)
-    places = list(map(place_of, paths))
-    if every:
-        inside = [with_checkpoints_inside(path)[1] or [place_of(path)] for path in paths]
-        places = [place for several in inside for place in several]
-    if len(places) == 1:
-        ok = verify(places[0], opening(places[0], options), resources, how, as_json)
-    else:
-        ok = verify_each([(place, opening(place, options)) for place in places], resources, how, as_json)
-    if not ok:
+    checkpoints = [(place, opening(place, options)) for place in places_of(paths, every)]
+    if not verify_each(checkpoints, resources, How(replay, quick, values), as_json):
         raise SystemExit(20)

@@ -30,7 +30,6 @@ _SEVERAL = {
     "reshard": _FILES,
     "compress": _FILES,
     "inspect": f"{_FILES} A folder of several checkpoints is listed.",
-    "append": " One state is appended at a time, in the order of their steps.",
 }
 """What else may have been meant by several paths, by command."""
 

@@ -1,6 +1,6 @@
 """Checkpoints that a command reads: their arguments, the options of readers, and edits on the way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -93,6 +93,13 @@ def is_anonymous() -> bool:
     return reading.is_anonymous()
 
 
+def places_of(paths: Sequence[str], every: bool) -> "list[Path]":
+    """The places of what a command reads; with `every`, all checkpoints in folders of runs."""
+    if not every:
+        return list(map(place_of, paths))
+    return [place for path in paths for place in with_checkpoints_inside(path)[1] or [place_of(path)]]
+
+
 def with_checkpoints_inside(path: str) -> "tuple[str | Path, list[Path]]":
     """The place that a path names, and the checkpoints in it if it is the folder of several."""
     from ckpt_cli import reading
@@ -108,13 +115,17 @@ def opening(path: "Path | str", options: "ReadOptions") -> "Callable[[], Checkpo
 
 
 def source(
-    *names: str, accept_suspicious: bool = False, several: str | None = None, option: str | None = None
+    *names: str,
+    accept_suspicious: bool = False,
+    several: str | None = None,
+    states: bool = True,
+    option: str | None = None,
 ) -> Callable[[F], F]:
     """Arguments that are checkpoints; the command gets them opened, and their notices become notes.
 
     With `accept_suspicious`, suspicions can be accepted. `several` is the metavar of an argument that may be given
-    again: the command gets a tuple, and a chain alone stands for all its stored states. `option`: an option of the
-    command whose path, if given, is opened in the same way.
+    again: the command gets a tuple, and with `states`, a chain alone stands for all its stored states. `option`: an
+    option of the command whose path, if given, is opened in the same way.
     """
 
     def decorate(command: F) -> F:
@@ -125,7 +136,8 @@ def source(
             for name in names:
                 paths = arguments[name]
                 if isinstance(paths, tuple):
-                    paths = expand_chain(paths[0], arguments.get("last")) if len(paths) == 1 else paths
+                    if states and len(paths) == 1:
+                        paths = expand_chain(paths[0], arguments.get("last"))
                     arguments[name] = tuple(open_source(path, options, accept_suspicious) for path in paths)
                 else:
                     arguments[name] = open_source(paths, options, accept_suspicious)

@@ -1,5 +1,6 @@
 """Run `append` and `diff -o`, and show their results."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,22 @@ from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.universal import Universal
 
 
+def run(
+    chain: Path, sources: Sequence[Checkpoint], options: AppendOptions, resources: Execution, as_json: bool
+) -> None:
+    """Append one state or several, or show what would be appended. Raises `UsageError` for options of one state."""
+    for source in sources:
+        note_warnings(options.policy, source)
+    if len(sources) > 1 and (options.dry_run or options.step is not None or options.parent is not None):
+        raise click.UsageError("--dry-run, --step and --parent are about one state: append the checkpoints one by one.")
+    if len(sources) > 1:
+        append_each(chain, sources, options, resources, as_json)
+    elif options.dry_run:
+        show_plan(chain, sources[0], options, resources, as_json)
+    else:
+        append(chain, sources[0], options, resources, as_json)
+
+
 def append(chain: Path, source: Checkpoint, options: AppendOptions, resources: Execution, as_json: bool) -> None:
     """Append to a chain, or create one, with a progress bar; show what was written."""
     notes.flush()
@@ -28,6 +45,17 @@ def append(chain: Path, source: Checkpoint, options: AppendOptions, resources: E
         policy = _with_trials(options.policy)
         result = chain_append.append(chain, source, options.step, policy, resources, progress, options.parent)
     _show(result, chain, as_json)
+
+
+def append_each(
+    chain: Path, sources: Sequence[Checkpoint], options: AppendOptions, resources: Execution, as_json: bool
+) -> None:
+    """Append several states in their order. If one fails, those before it stay in the chain."""
+    with report.gathered() as objects:
+        for source in sources:
+            append(chain, source, options, resources, as_json)
+    if as_json:
+        report.data({"target": str(chain), "appended": objects})
 
 
 def show_plan(chain: Path, source: Checkpoint, options: AppendOptions, resources: Execution, as_json: bool) -> None:

@@ -1,8 +1,10 @@
 """Show how many bytes `compress` saved, or would save."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from ckpt.job import Job, load_kernels
+from ckpt.original import compressed_path
 from ckpt.pipeline import Result
 from ckpt.sizes import StateSizes, total, written_rows
 from ckpt.sizes.estimate import estimate
@@ -11,10 +13,19 @@ from ckpt_cli.progress import doing
 from ckpt_cli.views import columns, job
 from ckpt_cli.views.report import conclude, data
 from ckpt_cli.views.sizes import table
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.text import printable
+from ckpt_formats.registry.endings import notices_of_ending
+from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal import Universal, manifest
+
+
+def target_of(source: Checkpoint, target: str) -> tuple[Path, tuple[Notice, ...]]:
+    """Where the compressed checkpoint is written, and what is to be said of it."""
+    place, notices = compressed_path(source, target_path(target), target.endswith("/"))
+    return place, (*notices, *notices_of_ending(place, Universal.name))
 
 
 def show_result(result: Result, as_json: bool) -> None:

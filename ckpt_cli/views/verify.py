@@ -70,10 +70,12 @@ def verify(
 def verify_each(
     checkpoints: Sequence[tuple[Path, Callable[[], Checkpoint]]], resources: Resources, how: How, as_json: bool
 ) -> bool:
-    """Verify several checkpoints one after another, and show how many are damaged. Returns whether none is.
+    """Verify checkpoints one after another, and show how many of several are damaged. Returns whether none is.
 
     checkpoints: the path of each, and what opens it.
     """
+    if len(checkpoints) == 1:
+        return verify(*checkpoints[0], resources, how, as_json)
     damaged: list[Path] = []
     with report.gathered() as objects:
         for path, open_checkpoint in checkpoints:

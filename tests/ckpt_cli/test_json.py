@@ -62,7 +62,7 @@ RUNS: dict[str, list[list[Any]]] = {
     "diff": [["run.chain@10", "run.chain@11", "--by", "layer", "--by", "state"], ["u", ZERO1],
              ["run.chain@11", "run.chain@12", "-o", "d"], ["run.chain@11", "run.chain@12", "-o", "e", "--dry-run"]],
     "append": [["new.chain", "run.chain@10"], ["new.chain", "run.chain@11", "--dry-run"],
-               ["new.chain", "run.chain@13"]],
+               ["new.chain", "run.chain@13"], ["several.chain", "run.chain@10", "run.chain@11"]],
     "publish": [["a.safetensors", "policy.chain", "--names", "as-is", "--step", "1", "--dry-run"],
                 ["a.safetensors", "policy.chain", "--names", "as-is", "--step", "1"],
                 ["b.safetensors", "policy.chain", "--names", "as-is", "--step", "2"]],

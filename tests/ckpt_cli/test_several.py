@@ -65,6 +65,16 @@ def test_a_wider_type_of_an_average_is_not_rounded_before(run: Path, tmp_path: P
     assert mean.tolist() == [(STEPS[1] + STEPS[2]) / 2] * 4
 
 
+def test_append_takes_several_states(run: Path, tmp_path: Path) -> None:
+    chain = tmp_path / "run.chain"
+    done = ckpt("append", chain, *(run / f"step-{step}" for step in STEPS), "--json")
+    assert (done.code, [one["step"] for one in json.loads(done.out)["appended"]]) == (0, list(STEPS))
+    for step, value in STEPS.items():
+        assert np.asarray(library.open(f"{chain}@{step}")["w"]).astype(float).tolist() == [value] * 4
+    wrong = ckpt("append", chain, run / "step-1", run / "step-2", "--step", "7")
+    assert (wrong.code, "one by one" in wrong.err) == (2, True)
+
+
 def test_compress_takes_a_part(tmp_path: Path) -> None:
     source = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
     assert ckpt("compress", source, tmp_path / "part", "--model-only", "--only", "head").code == 0

@@ -75,6 +75,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copy(tmp_path / "trainer" / name, tmp_path / "checkpoint-500")
     (tmp_path / "resumed").mkdir()
     torch.save({f"module.layer{i}.weight": torch.ones(2) for i in range(2)}, tmp_path / "ddp.pt")
+    (tmp_path / "kept").mkdir()
     for step in (1, 2):
         library.save(run.weights_only(), tmp_path / "kept" / f"step-{step}", library.Universal())
     (tmp_path / "clean-keys.txt").write_text("layer0.weight\nlayer1.weight\n")
