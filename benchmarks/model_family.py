@@ -143,11 +143,12 @@ def main() -> None:
         folder = Path(temporary)
         train(folder, arguments.layers, arguments.width, arguments.steps, arguments.rate)
         base = folder / "base.safetensors"
-        run("compress", base, folder / "base", "--to", "universal")
+        run("convert", base, folder / "base")
         for name in list(TEXTS)[1:]:
             model, delta, alone = folder / f"{name}.safetensors", folder / f"{name}-delta", folder / f"{name}-alone"
             encode = run("diff", folder / "base", model, "-o", delta, "--step", 1)
-            run("compress", model, alone)
+            run("convert", model, folder / f"{name}-plain")
+            run("compress", folder / f"{name}-plain", alone)
             began = time.monotonic()
             decode = run("convert", delta, folder / "again.safetensors")
             wall = time.monotonic() - began
