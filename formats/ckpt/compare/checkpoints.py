@@ -84,9 +84,9 @@ def diff_selected(
     if may_have_quantised_states(first) or may_have_quantised_states(second):
         from ckpt_formats.core.quantised.states import quantised_states, with_plain_states  # others need no codecs
 
-        found = [quantised_states(one) for one in (first, second)]
-        first, second = (with_plain_states(one, own) for one, own in zip((first, second), found, strict=True))
-        of_states = {(one.parameter, one.name): one.scheme for own in found for one in own if one.tensor is not None}
+        by_side = [quantised_states(one) for one in (first, second)]
+        first, second = (with_plain_states(one, own) for one, own in zip((first, second), by_side, strict=True))
+        of_states = {(one.parameter, one.name): one.scheme for own in by_side for one in own if one.tensor is not None}
     pairs = pair_tensors(first, second, states)
     if uses_codecs(first) or uses_codecs(second):
         load_kernels()

@@ -59,14 +59,14 @@ def quantised_states(source: Checkpoint) -> tuple[QuantisedState, ...]:
 def _of_parameter(parameter: Parameter) -> Iterator[QuantisedState]:
     states = parameter.states
     for own in states:
-        found = _CODES.fullmatch(own)
-        if found is None:
+        match = _CODES.fullmatch(own)
+        if match is None:
             continue
-        if (stem := found[1]) is not None:
+        if (stem := match[1]) is not None:
             if f"{stem}.scale" in states:
                 yield _of_torchao(parameter, stem)
-        elif states[own].dtype.name == "uint8" and any(sign + found[2] in states for sign in _SIGNS):
-            yield _of_bitsandbytes(parameter, own, found[2])
+        elif states[own].dtype.name == "uint8" and any(sign + match[2] in states for sign in _SIGNS):
+            yield _of_bitsandbytes(parameter, own, match[2])
 
 
 def _of_torchao(parameter: Parameter, stem: str) -> QuantisedState:
