@@ -63,7 +63,7 @@ def retention(command: F) -> F:
                 metavar="POLICY",
                 default=["all"],
                 show_default=True,
-                help="States that stay: last:N, every:N (steps that N divides), all, or steps with commas. "
+                help="States that stay: last:N, every:N (multiples of N), all, or steps with commas. "
                 "May be given again.",
             ),
             click.option(

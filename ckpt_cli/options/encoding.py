@@ -35,7 +35,7 @@ def encoding(command: F) -> F:
                 type=click.Choice(list(LEVELS)),
                 default="default",
                 show_default=True,
-                help="Time against size. max takes up to twice as long, and floats become some per mille smaller.",
+                help="Time against size. max takes up to twice as long, and floats become 0.1-0.5 % smaller.",
             ),
             click.option("--no-check", is_flag=True, help="Do not decode and compare what was encoded."),
             group="Codec",

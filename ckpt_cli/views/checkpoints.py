@@ -74,7 +74,8 @@ def show_checkpoints(run: Path, inside: list[Path], options: ReadOptions, as_jso
     elif meant is None:
         conclude("no file says which one is the last: commands need the path of one of them")
     else:
-        conclude(f"commands read {printable(meant.name)} if the folder is named")
+        why = " (a file in it says so)" if meant == latest else ""
+        conclude(f'"{printable(str(run))}" means {printable(meant.name)}{why}')
 
 
 def page_of(facts: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ def show(examination: Examination, as_json: bool) -> None:
         if rows_of:
             click.echo(click.style(title, bold=True))
         for one in rows_of:
-            click.echo(f"  {printable(one.what)}\n      for   {one.feature}\n      mend  {one.remedy}")
+            click.echo(f"  {printable(one.what)}\n      for   {one.feature}\n      fix   {one.remedy}")
     click.echo("ok: ckpt works here" if examination.is_fit else "NOT OK: see `Needed`")
 
 

@@ -113,7 +113,7 @@ def test_missing_kernels_are_named_with_what_makes_them(tmp_path: Path) -> None:
     done = run_doctor(str(tmp_path), before=moved)
     assert done.returncode == UNFIT
     assert "libckpt.so is missing" in done.stdout
-    assert "mend  make kernels" in done.stdout
+    assert "fix   make kernels" in done.stdout
 
 
 def test_a_level_that_the_cpu_lacks_is_named_with_what_mends_it(tmp_path: Path) -> None:

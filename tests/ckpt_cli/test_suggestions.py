@@ -21,6 +21,7 @@ def options_of(name: str) -> set[str]:
 
 def test_tables_suggest_only_what_there_is_for_words_that_there_are_not() -> None:
     assert {name for names in suggestions.COMMANDS.values() for name in names} <= COMMANDS.keys()
+    assert not suggestions.COMMANDS.keys() & COMMANDS.keys()
     options = set().union(*map(options_of, COMMANDS))
     assert {name for names in suggestions.OPTIONS.values() for name in names} <= options
     assert not suggestions.OPTIONS.keys() & options_of("convert")
@@ -35,7 +36,7 @@ def test_tables_suggest_only_what_there_is_for_words_that_there_are_not() -> Non
         ("ls", "`ckpt inspect`"),
         ("show run", "`ckpt inspect`"),
         ("forget run", "`ckpt prune`"),
-        ("merge a b", "`ckpt average` or `ckpt merge-lora`"),
+        ("soup a b", "`ckpt average` or `ckpt merge`"),
         ("convrt a b", "`ckpt convert`"),
         (".", "ckpt inspect ."),
         ("convert a b --no-optimizer", "--drop-optimizer"),

@@ -93,7 +93,7 @@ ODD: dict[str, Odd] = {
     "a pattern that fits nothing": Odd("convert a.pt out --only decoder", 10, ("`decoder`", "ckpt inspect")),
     "a prefix that fits nothing": Odd("convert a.pt out --strip-prefix module.", 10, ("`module.`", "--strip-prefix")),
     "a renaming without =": Odd("convert a.pt out --rename module", 2, ("PATTERN=NEW",)),
-    "a renaming onto one name": Odd("convert a.pt out --rename .=w", 2, ("two parameters would be called",)),
+    "a renaming onto one name": Odd("convert a.pt out --rename .=w", 2, ("w and b would both become w",)),
     "a pipe as source": Odd("convert - out", 2, ("a pipe cannot be used",)),
     "a pipe as target": Odd("convert a.pt -", 2, ("a pipe cannot be used",)),
     "weights for other sources": Odd("average a.pt a.pt out --weights 1,2,3", 2, ("3 numbers for 2",)),

@@ -218,10 +218,11 @@ def rename(source: Checkpoint, names: Mapping[str, str] | Callable[[str], str]) 
     seen: set[str] = set()
     for name in (*new.values(), *(chosen.get(alias, alias) for alias in source.aliases)):
         if name in seen:
+            both = [old for old in (*source.parameters, *source.aliases) if chosen.get(old, old) == name]
             raise InvalidArgumentError(
-                f"two parameters would be called `{printable(name)}`",
+                f"{' and '.join(map(printable, both[:2]))} would both become {printable(name)}",
                 where=source.path,
-                hint="Names must stay different: `ckpt inspect` lists those of now.",
+                hint="Give them different names; `ckpt inspect` lists the current ones.",
             )
         seen.add(name)
     changed = {old: name for old, name in chosen.items() if old != name}

@@ -392,9 +392,9 @@ def _find_directory(window: ByteSource) -> tuple[int, int, int]:
     magic, disk, disks, here, count, nbytes, start, comment = _END.unpack_from(tail, tail_size - _END.size)
     if magic != END or comment:
         raise CorruptError(
-            "the archive does not end in its directory",
+            f"the file is cut short: {size:,} bytes, and the end of the zip archive is missing",
             where=window.path,
-            hint="The file was truncated or is still being written, or something was appended to it.",
+            hint="It was truncated or is still being written, or something was appended to it.",
         )
     stop = size - _END.size
     at = tail_size - _END.size - _LOCATOR64.size
