@@ -110,7 +110,7 @@ def test_formats_that_cut_states_refuse_quantised_ones(folder: Path, tmp_path: P
             save(source, tmp_path / target, target)
 
 
-def test_a_lossy_codec_leaves_codes_and_scales_of_states_exact(folder: Path, tmp_path: Path) -> None:
+def test_lossy_codec_leaves_codes_and_scales_of_states_exact(folder: Path, tmp_path: Path) -> None:
     first = open_checkpoint(folder / "torchao-fp8.pt")
     parameter = first.parameters["0.weight"]
     random = np.random.default_rng(0)
