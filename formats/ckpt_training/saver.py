@@ -202,7 +202,7 @@ class Saver(SnapshotContext):
             stall_seconds: How long a rank waits for another one before a save fails.
             then: A function of a module, or a `functools.partial` of one with keyword arguments that are plain. After
                 each published save, a process beside rank 0 calls it with the path or URL of the save, one save after
-                another. Its failure is that of `wait_then` of the handle, and leaves the save as it is.
+                another. If it fails, `wait_then` of the handle raises the error, and the save stays as it is.
             parts: What else is saved, by name: anything with a `state_dict`, such as a scheduler or a loader, and plain
                 values. A checkpoint has them as extras.
 
