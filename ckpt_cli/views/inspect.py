@@ -24,6 +24,7 @@ from ckpt_formats.core.values import brief
 from ckpt_formats.registry.location import detect
 
 if TYPE_CHECKING:
+    from ckpt_formats.core.quantised.overview import QuantisedOverview
     from ckpt_formats.universal.chain.chain_file import SharedPacks
 
 _COLUMNS = 48
@@ -124,9 +125,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
 
 def _quantised(checkpoint: Checkpoint) -> Iterator[str]:
     """A line for each scheme of quantised weights, and one for each kind of weights: those whose numbers differ."""
-    from ckpt_formats.core.quantised.overview import quantised_overview  # other models need no codecs
-
-    overview = quantised_overview(checkpoint) if _may_be_quantised(checkpoint) else None
+    overview = _overview(checkpoint)
     if overview is None:
         return
     decoded = [one for one in overview.parameters if one.shape is not None]
@@ -173,17 +172,20 @@ def _quantised_states(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"quantised   state {state} {printable(one.problem)}: not decoded"
 
 
-def _may_be_quantised(checkpoint: Checkpoint) -> bool:
+def _overview(checkpoint: Checkpoint) -> "QuantisedOverview | None":
+    """What is quantised; None if nothing is."""
     from ckpt_formats.core.quantised.weights import quantised_weights
 
-    return checkpoint.origin.engine == "llama.cpp" or bool(quantised_weights(checkpoint))
+    if checkpoint.origin.engine != "llama.cpp" and not quantised_weights(checkpoint):
+        return None
+    from ckpt_formats.core.quantised.overview import quantised_overview  # other models need no codecs
+
+    return quantised_overview(checkpoint)
 
 
 def _quantised_data(checkpoint: Checkpoint) -> dict[str, Any]:
     """What is quantised as plain data; nothing if nothing is."""
-    from ckpt_formats.core.quantised.overview import quantised_overview
-
-    overview = quantised_overview(checkpoint) if _may_be_quantised(checkpoint) else None
+    overview = _overview(checkpoint)
     if overview is None:
         return {}
     own = [{**asdict(one), "shape": list(one.shape or ())} for one in overview.parameters]

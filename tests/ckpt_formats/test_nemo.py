@@ -135,7 +135,7 @@ def test_arguments_follow_from_the_entries() -> None:
         ({"normalization": "low_precision_layernorm"}, "`normalization`"),
     ],
 )
-def test_what_arguments_cannot_state_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_a_configuration_of_nemo_names_what_arguments_cannot_state(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=r"model_config\.yaml states ") as caught:
         arguments_of(yaml.safe_dump({**LLAMA, **changes}), HERE)
     assert message in caught.value.what
