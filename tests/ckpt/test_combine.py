@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from ckpt.combine import average, convert_lora, ema_weights, merge_lora
 from ckpt.combine.average_blob import round_once
-from ckpt.combine.merged_blob import matmul_in_order, merged_blob
+from ckpt.combine.lora_blob import matmul_in_order, merged_blob
 from ckpt.job import save
 from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter
@@ -360,8 +360,8 @@ def test_the_product_is_that_of_fused_multiply_adds_in_order() -> None:
 def test_blocks_of_a_merged_weight_do_not_depend_on_the_cut(
     monkeypatch: pytest.MonkeyPatch, name: str, dora: bool, transposed: bool, block: int
 ) -> None:
-    monkeypatch.setattr("ckpt.combine.merged_blob._BLOCK", block)
-    monkeypatch.setattr("ckpt.combine.merged_blob._TILE", 16)
+    monkeypatch.setattr("ckpt.combine.lora_blob._BLOCK", block)
+    monkeypatch.setattr("ckpt.combine.lora_blob._TILE", 16)
     rng = np.random.default_rng(5)
     out, rank, inner = 23, 6, 31
     weight = rng.standard_normal((inner, out) if transposed else (out, inner)).astype(DTYPES[name])
@@ -404,7 +404,7 @@ def test_blocks_of_a_merged_convolution_do_not_depend_on_the_cut(monkeypatch: py
     norms = np.linalg.norm(full.reshape(5, -1), axis=1)
     magnitude = ArrayBlob((2 * norms).reshape(1, 5, 1, 1))
     assert np.allclose(read(blob(magnitude)), 2 * full, rtol=1e-6)
-    monkeypatch.setattr("ckpt.combine.merged_blob._BLOCK", 5)
+    monkeypatch.setattr("ckpt.combine.lora_blob._BLOCK", 5)
     assert bits(read(blob())) == bits(full)
     for box in (Box((1, 0, 0, 0), (4, 4, 3, 2)), Box((0, 1, 1, 1), (5, 3, 3, 2)), Box((4, 3, 2, 1), (5, 4, 3, 2))):
         assert bits(read(blob().crop(box))) == bits(full[box.index])

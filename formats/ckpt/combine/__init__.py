@@ -9,7 +9,7 @@ What a block's values are does not depend on how the tensor is cut into blocks.
 from ckpt.combine.average import Average, average, ema_weights
 from ckpt.combine.convert_experts import ConvertExperts, convert_lora
 from ckpt.combine.lora import MergeLora, merge_lora
-from ckpt.combine.merging import Merge, merge
+from ckpt.combine.merge_models import Merge, merge
 from ckpt.combine.table_rows import Resize, resize
 
 __all__ = [

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ckpt.combine.adapter import BASE_LAYER, adapter_config, adapter_tensors, prefix_change
 from ckpt.combine.experts import ExpertAxes, expert_modules
-from ckpt.combine.merge import LoraMerge
-from ckpt.combine.merge_experts import merged_experts
+from ckpt.combine.lora_experts import merged_experts
+from ckpt.combine.lora_merge import LoraMerge
 from ckpt.combine.sources import all_files, dropped_notices, model_of, untied_config
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter, Role
 from ckpt_formats.core.edits import edited

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckpt.combine.adapter import BASE_LAYER, MODEL_TYPES, PrefixChange, Update, pattern_value, refusal
-from ckpt.combine.merged_blob import merged_blob
+from ckpt.combine.lora_blob import merged_blob
 from ckpt.combine.sources import holder
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import Checkpoint

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckpt.combine import convert_lora, merge_lora
-from ckpt.combine.merged_blob import matmul_in_order
+from ckpt.combine.lora_blob import matmul_in_order
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError

@@ -17,8 +17,8 @@ from ckpt.combine.experts import (
     of_each_expert,
     with_projections,
 )
-from ckpt.combine.merge import LoraMerge
-from ckpt.combine.merged_blob import merged_blob
+from ckpt.combine.lora_blob import merged_blob
+from ckpt.combine.lora_merge import LoraMerge
 from ckpt.combine.sources import CONFIG
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Shape
