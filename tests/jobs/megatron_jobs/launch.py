@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ HERE = Path(__file__).parent
 def save(kinds: Iterable[str], out: Path) -> None:
     """Train and save kinds into `out`; one that is there already is kept."""
     missing = [name for name in kinds if name in KINDS and not (out / name / "truth.pt").exists()]
+    for name in missing:
+        shutil.rmtree(out / name, ignore_errors=True)  # what a run that was killed left
     if missing:
         run_script(HERE / "save.py", [str(out), *missing], len(missing))
 
