@@ -474,7 +474,6 @@ def test_a_codec_that_is_not_there(tmp_path: Path) -> None:
         ("diff", "a", "-o", "d"),
         ("diff", "a"),
         ("append", "c"),
-        ("append", "c", "a", "b"),
         ("diff", "a", "b", "--into", "c"),
     ],
 )

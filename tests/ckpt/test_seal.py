@@ -134,7 +134,7 @@ def test_seal_refuses_what_is_sealed_damaged_or_has_checksums(model: Path, weigh
     library.save(library.open(weights), tmp_path / "u")
     with pytest.raises(UnsupportedError, match="checksums of all its bytes already"):
         sealing.seal(tmp_path / "u")
-    with pytest.raises(UnsupportedError, match="does not write there"):
+    with pytest.raises(UnsupportedError, match="does not write to the Hugging Face Hub"):
         sealing.seal("hf://org/model")
     weights.write_bytes(weights.read_bytes()[:-7])
     with pytest.raises(CkptError):

@@ -118,7 +118,7 @@ def test_a_token_goes_to_the_hub_and_to_nobody_else(user: Hub, monkeypatch: pyte
         ("public", "hf://org/missing", ("no such repository", "hf auth login")),
         ("public", "hf://org/refused@v9", ("the repository has no revision v9", "hf://org/refused@v9")),
         ("public", "hf://org/refused/nothing", ("there is nothing at this path", "/nothing")),
-        ("public", "hf://org", ("is not the URL of a store", "hf://ORGANISATION/MODEL")),
+        ("public", "hf://org", ("the organisation is missing", "hf://ORG/MODEL")),
         ("public", "hf://org/a/../b", ("no object has a part", "hf://org/a/../b")),
     ],
 )
@@ -174,7 +174,8 @@ def test_bytes_that_lack_the_hash_of_the_listing_are_refused(key: str, flips: in
 def test_hub_refuses_to_write_to_a_repository(tmp_path: Path) -> None:
     done = ckpt("convert", SAMPLES / NAMES[0], "hf://org/new")
     assert done.code == 22
-    assert "ckpt does not write there" in done.err
+    assert "ckpt does not write to the Hugging Face Hub" in done.err
+    assert "hf upload org/new" in done.err
 
 
 def test_hub_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,6 +323,7 @@ def test_stores_are_not_imported_without_a_url() -> None:
 def test_store_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.delitem(sys.modules, "ckpt_formats.stores.object_store")
+    monkeypatch.delattr("ckpt_formats.stores.object_store")
     with pytest.raises(library.UnsupportedError, match="need the package obstore") as refused:
         source_path("s3://bucket/x")
     assert "ckpt-suite[cloud]" in str(refused.value.hint)

@@ -77,6 +77,7 @@ def test_a_save_has_the_bits_of_the_engines_own_checkpoint(kind: str, saved: Pat
         assert log["resumed"] == log["losses"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process loads
 def test_torch_loads_a_save_in_its_own_format_on_another_number_of_ranks(saved: Path, tmp_path: Path) -> None:
     """Two ranks of ZeRO 1 have saved, whose partitions are ranges of elements; torch loads in one process."""
     save = saved / f"zero1-dcp/saves/step-{STEPS[1]:08d}"

@@ -162,10 +162,10 @@ def test_compress_levels_differ(tmp_path: Path) -> None:
 
 
 def test_terminal_shows_what_is_being_done(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for watched in (True, False):
-        with progress.announced("reading the headers of run ...", 0.01, lambda watched=watched: watched):
+    for after, lines in ((0.01, 1), (60, 0)):
+        with progress.announced("reading the headers of run ...", after):
             time.sleep(0.1)
-        assert capsys.readouterr().err.count("reading the headers of run ...") == watched
+        assert capsys.readouterr().err.count("reading the headers of run ...") == lines
 
 
 @pytest.mark.parametrize(("columns", "widest"), [(None, 100), (140, 140), (60, 60)])

@@ -581,7 +581,6 @@ WRONG = {
     "a pipe as target": Wrong(["convert", "a.pt", "-"], "a pipe cannot be used"),
     "a pipe to look at": Wrong(["inspect", "-"], "a pipe cannot be used"),
     "several sources": Wrong(["convert", "a.pt", "out", "b.pt", "c.pt"], "b.pt, c.pt"),
-    "several to verify": Wrong(["verify", "a.pt", "b.pt"], "b.pt"),
     "no type": Wrong(["convert", "a.pt", "out", "--dtype", "banana"], "banana"),
 }
 

@@ -56,14 +56,14 @@ class AverageBlob(Blob):
 
 
 def as_float64(values: Array, pairs: bool) -> Array:
-    """The values as a new vector of float64; of complex numbers (`pairs`), real and imaginary parts in turn."""
+    """The values as a new vector, (n,) float64; of complex numbers (`pairs`), real and imaginary parts in turn."""
     if pairs:
         return values.astype(np.complex128).reshape(-1).view(np.float64)
     return values.reshape(-1).astype(np.float64)
 
 
 def from_float64(values: Array, dtype: DType) -> Array:
-    """A vector of float64 rounded once to `dtype`; for a complex type, pairs of real numbers become one."""
+    """A vector, (n,) float64, rounded once to `dtype`; for a complex type, pairs of real numbers become one."""
     if dtype.kind != "c":
         return round_once(values, dtype)
     return round_once(values, np.dtype(f"float{4 * dtype.itemsize}")).view(dtype)

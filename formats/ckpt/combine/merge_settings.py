@@ -40,7 +40,11 @@ class TensorSettings(Checked):
                 value = (value,)
                 object.__setattr__(self, name, value)
             if isinstance(value, tuple) and not all(isinstance(x, (int, float)) and bounds.admits(x) for x in value):
-                raise InvalidArgumentError(f"{name} must be numbers {bounds}, not {shown(value)}")
+                raise InvalidArgumentError(
+                    f"{name} must be numbers {bounds}, not {shown(value)}",
+                    where=name,
+                    hint=f"Choose other numbers for {name}.",
+                )
         super().__post_init__()
 
 
@@ -70,16 +74,31 @@ class MergeSettings(Checked):
             )
         for required, why in (("t", "0 is the first model, 1 the second"), ("density", "the share that is kept")):
             if required in own and getattr(self.tensors, required) is None:
-                raise InvalidArgumentError(f"the method {self.method} needs {required}: {why}")
+                raise InvalidArgumentError(
+                    f"the method {self.method} needs {required}: {why}",
+                    hint=f"Give --{required}, or `{required}` in Python.",
+                )
 
     def check_models(self, count: int, has_base: bool) -> None:
         """Raise `InvalidArgumentError` if the numbers do not fit so many models, or a base is missing or too much."""
         if self.method in ("linear", "slerp") and has_base:
-            raise InvalidArgumentError(f"the method {self.method} has no base: it merges the models themselves")
+            raise InvalidArgumentError(
+                f"the method {self.method} has no base: it merges the models themselves",
+                where=f"method {self.method}",
+                hint="Leave the base out.",
+            )
         if self.method not in ("linear", "slerp") and not has_base:
-            raise InvalidArgumentError(f"the method {self.method} needs the base from which the models were tuned")
+            raise InvalidArgumentError(
+                f"the method {self.method} needs the base from which the models were tuned",
+                where=f"method {self.method}",
+                hint="Name it with --base, or `base` in Python.",
+            )
         if self.method == "slerp" and count != 2:
-            raise InvalidArgumentError(f"slerp merges two models, not {count}")
+            raise InvalidArgumentError(
+                f"slerp merges two models, not {count}",
+                where="method slerp",
+                hint="Give two models, or choose the method linear.",
+            )
         if not count:
             raise InvalidArgumentError("a merge needs at least one model")
         for one in (self.tensors, *(settings for _, settings in self.where)):

@@ -123,7 +123,7 @@ def _changed() -> CorruptError:
 
 
 def flat_indices(box: Box, shape: Sequence[int]) -> Array:
-    """The positions in C order of the elements of a block of a tensor: a vector of uint64."""
+    """The positions in C order of the elements of a block of a tensor: (n,) uint64."""
     result: Array = np.zeros((1,) * len(shape), np.uint64)
     step = 1
     for axis in reversed(range(len(shape))):

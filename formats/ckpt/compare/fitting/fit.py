@@ -6,7 +6,7 @@ from typing import Any
 
 from ckpt.compare.fitting.expected import Expected, expected_of
 from ckpt.compare.fitting.renamings import Renaming, find_renamings, renamed
-from ckpt_formats.core.arguments import Checked, checked
+from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.geometry import Shape
 
@@ -32,7 +32,7 @@ class Retyped:
 
 
 @dataclass(frozen=True)
-class Fit(Checked):
+class Fit:
     """How the weights and buffers of a checkpoint differ from those that a model expects."""
 
     fitting: int

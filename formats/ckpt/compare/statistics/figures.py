@@ -116,7 +116,7 @@ class Measurement:
 
 
 def figures_of(values: Array) -> Figures:
-    """The figures of an array of at most `PIECE` elements, of any shape and any type of numbers or booleans."""
+    """The figures of an array of at most `PIECE` elements, of any shape; its dtype is one of numbers or booleans."""
     measurement = Measurement(values.dtype, values.size)
     measurement.add(values)
     return measurement.figures()

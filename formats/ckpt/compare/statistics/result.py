@@ -7,7 +7,6 @@ from typing import Any, Literal, overload
 
 from ckpt.compare.result import layer_of, role_of
 from ckpt.compare.statistics.figures import Figures
-from ckpt_formats.core.arguments import Checked
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.short_repr import short_repr
@@ -31,7 +30,7 @@ class TensorStats:
 
 
 @dataclass(frozen=True, eq=False)
-class Stats(Checked, Sequence[TensorStats]):
+class Stats(Sequence[TensorStats]):
     """The figures of a checkpoint's tensors, in its order."""
 
     tensors: tuple[TensorStats, ...]

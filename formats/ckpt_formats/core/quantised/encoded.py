@@ -139,7 +139,7 @@ class Mxfp4Layout:
         return Box((*rest, row, low), (*last, end, high))
 
     def rows(self, values: Array) -> Array:
-        """Values of `tiles` with the values of a group behind each other: float32."""
+        """Values of `tiles` with those of a group behind each other: (..., out, in) float32."""
         return np.ascontiguousarray(values.swapaxes(-1, -2) if self.is_stack else values)
 
 
@@ -183,7 +183,7 @@ class Mxfp4CodesBlob(_Mxfp4Blob):
         return Box((*box.start[:-1], box.start[-1] // half), (*box.stop[:-1], -(-box.stop[-1] // half)))
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        """Fill `out`, uint8 of the shape of the block."""
+        """Fill `out`: uint8, (rows, bytes) of a matrix, or (..., rows, groups, 16) of a stack."""
         groups, half = self._groups(self.box), MX_BLOCK // 2
         if self.layout.is_stack:
             for piece, codes, _ in self._encoded(groups, reader):
@@ -205,6 +205,6 @@ class Mxfp4ScalesBlob(_Mxfp4Blob):
         return box
 
     def read_into(self, out: Array, reader: Reader) -> None:
-        """Fill `out`, uint8 of the shape of the block."""
+        """Fill `out`: uint8, (..., rows, groups)."""
         for piece, _, scales in self._encoded(self.box, reader):
             out[piece.within(self.box).index] = scales
