@@ -57,7 +57,7 @@ def block_to_torch(
 
 
 def from_torch(tensor: TorchTensor) -> Array:
-    """Return the values of a tensor of torch as an array of its shape and dtype. In CPU memory, both share it.
+    """Return the values of a tensor of torch as an array of the same shape and dtype. In CPU memory, both share it.
 
     Raises `UnsupportedError` for an element type that no checkpoint holds.
     """
