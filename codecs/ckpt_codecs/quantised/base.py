@@ -113,6 +113,14 @@ def block_shape(block: Block) -> Shape:
     return tuple(high - low for low, high in block)
 
 
+def flat_range(block: Block, shape: Sequence[int]) -> tuple[int, int]:
+    """Return the range of a flat tensor of this shape from the first element of a block to its last, in C order."""
+    low = high = 0
+    for (start, stop), n in zip(block, shape, strict=True):
+        low, high = low * n + start, high * n + stop - 1
+    return (low, high + 1) if all(start < stop for start, stop in block) else (0, 0)
+
+
 def outer(span: Range, unit: int) -> Range:
     """The range of units, each of `unit` elements, in which a range of elements lies."""
     low, high = span

@@ -17,6 +17,7 @@ from ckpt_codecs.quantised.base import (
     Part,
     Quantisation,
     check_positive,
+    flat_range,
     outer,
     take_block,
     to_float32,
@@ -69,20 +70,13 @@ class FlatBlocks(Quantisation):
         )
         return listed if stored != "uint8" else (*listed, Part("table", (1 << _BITS[self.code],), ("float32",)))
 
-    def _flat(self, block: Block) -> tuple[int, int]:
-        """The range of the flat tensor from the first element of a block to its last."""
-        low = high = 0
-        for (start, stop), n in zip(block, self.shape, strict=True):
-            low, high = low * n + start, high * n + stop - 1
-        return (low, high + 1) if all(start < stop for start, stop in block) else (0, 0)
-
     def part_blocks(self, block: Block) -> tuple[Block, ...]:
-        flat = self._flat(block)
+        flat = flat_range(block, self.shape)
         needed = (outer(flat, self._per_byte),), (outer(flat, self.block),)
         return needed if self.code == "float8_e4m3fn" else (*needed, ((0, 1 << _BITS[self.code]),))
 
     def decode(self, block: Block, parts: Sequence[Array], out: Array) -> None:
-        low, high = self._flat(block)
+        low, high = flat_range(block, self.shape)
         table = _FLOAT8 if self.code == "float8_e4m3fn" else parts[2]
         codes = np.ascontiguousarray(parts[0]).view(np.uint8)
         if self._per_byte == 2:

@@ -17,6 +17,7 @@ from ckpt_codecs.quantised.base import (
     Part,
     Quantisation,
     check_positive,
+    flat_range,
     outer,
     rounded_into,
     take_block,
@@ -230,15 +231,8 @@ class LookupTable(Quantisation):
             Part("scales", (-(-blocks // self.nested_block),), ("float32",)),
         )
 
-    def _flat(self, block: Block) -> tuple[int, int]:
-        """The range of the flat weight from the first element of a block to its last."""
-        low = high = 0
-        for (start, stop), n in zip(block, self.shape, strict=True):
-            low, high = low * n + start, high * n + stop - 1
-        return (low, high + 1) if all(start < stop for start, stop in block) else (0, 0)
-
     def part_blocks(self, block: Block) -> tuple[Block, ...]:
-        flat = self._flat(block)
+        flat = flat_range(block, self.shape)
         bytes_read, blocks = outer(flat, 2), outer(flat, self.block)
         shape = self.parts()[0].shape
         axis = max(range(len(shape)), key=lambda i: shape[i]) if shape else 0
@@ -250,7 +244,7 @@ class LookupTable(Quantisation):
 
     def decode(self, block: Block, parts: Sequence[Array], out: Array) -> None:
         codes, sizes, table = parts[0].reshape(-1), parts[1], parts[2].copy()
-        low, high = self._flat(block)
+        low, high = flat_range(block, self.shape)
         if codes.size != -(-high // 2) - low // 2:
             codes = codes[low // 2 : -(-high // 2)]
         if self.signed_zero and table[8] == 0:
