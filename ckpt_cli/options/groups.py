@@ -1,9 +1,12 @@
-"""Groups of options: each has a heading of its own in `--help`."""
+"""Groups of options: each has a heading of its own in `--help`, and may reach its command as one object."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar, cast
 
 import click
+
+T = TypeVar("T")
 
 _HEADING = "Options"
 """The heading of options without a group. They come last."""
@@ -16,6 +19,11 @@ def with_options(command: Callable[..., Any], *options: Callable[[Any], Any], gr
         decorated = option(decorated)
         decorated.__click_params__[-1].group = group
     return decorated
+
+
+def take_options(kind: type[T], arguments: dict[str, Any]) -> T:
+    """Take the fields of a dataclass out of the arguments of a command, and return an object of it."""
+    return kind(**{field.name: arguments.pop(field.name) for field in fields(cast(Any, kind))})
 
 
 class TerminalContext(click.Context):

@@ -1,13 +1,13 @@
 """Options of `plan`: what a run costs, and which failures it has."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import click
 
-from ckpt_cli.options.groups import with_options
+from ckpt_cli.options.groups import take_options, with_options
 from ckpt_cli.options.types import CountType, DurationType, RateType, ShareType, SizeType
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,8 +46,7 @@ def plan_options(command: F) -> F:
 
     @wraps(command)
     def wrapper(*args: Any, **arguments: Any) -> Any:
-        own = {field.name: arguments.pop(field.name) for field in fields(PlanOptions)}
-        return command(*args, options=PlanOptions(**own), **arguments)
+        return command(*args, options=take_options(PlanOptions, arguments), **arguments)
 
     time, rate, count, size = DurationType(), RateType(), CountType(), SizeType()
     failures = with_options(

@@ -1,14 +1,14 @@
 """Options of the report of `diff`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import click
 
 from ckpt_cli.options.command import html
-from ckpt_cli.options.groups import with_options
+from ckpt_cli.options.groups import take_options, with_options
 from ckpt_cli.options.source import only, skip
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,8 +33,7 @@ def report_options(command: F) -> F:
 
     @wraps(command)
     def wrapper(*args: Any, **arguments: Any) -> Any:
-        own = {field.name: arguments.pop(field.name) for field in fields(ReportOptions)}
-        return command(*args, report=ReportOptions(**own), **arguments)
+        return command(*args, report=take_options(ReportOptions, arguments), **arguments)
 
     return cast(
         F,

@@ -1,14 +1,14 @@
 """Options of `stats`: what is measured, and how it is shown."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import click
 
 from ckpt_cli.options.command import html
-from ckpt_cli.options.groups import with_options
+from ckpt_cli.options.groups import take_options, with_options
 from ckpt_cli.options.param_type import ParamType
 from ckpt_cli.options.source import only, skip
 
@@ -50,10 +50,10 @@ def stats_options(command: F) -> F:
 
     @wraps(command)
     def wrapper(*args: Any, **arguments: Any) -> Any:
-        own = {field.name: arguments.pop(field.name) for field in fields(StatsOptions)}
-        if own["as_csv"] and arguments["as_json"]:
+        how = take_options(StatsOptions, arguments)
+        if how.as_csv and arguments["as_json"]:
             raise click.UsageError("--csv and --json both say how the figures are printed: give one of them.")
-        return command(*args, how=StatsOptions(**own), **arguments)
+        return command(*args, how=how, **arguments)
 
     return cast(
         F,
