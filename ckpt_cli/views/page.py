@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_cli.views.report import say
-from ckpt_formats.core.errors import NoSpaceError, OutputError
-from ckpt_formats.core.locking import FULL
+from ckpt_formats.core.errors import OutputError
+from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.text import PARTIAL, printable
 
 if TYPE_CHECKING:
@@ -102,8 +102,7 @@ def write(content: str, target: Path, command: str) -> None:
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
-        kind = NoSpaceError if error.errno in FULL else OutputError
-        raise kind(f"cannot be written: {error.strerror or error}", where=target) from error
+        raise unwritable(error, target, draft) from error
     say(f"page: {printable(str(target))}")
 
 

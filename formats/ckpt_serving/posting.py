@@ -1,20 +1,16 @@
 """POST requests with JSON to inference servers."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
-from ckpt_formats.core.errors import CkptError, InvalidArgumentError
+from ckpt.following.posting import post_json
+from ckpt_formats.core.errors import CkptError, InvalidArgumentError, OutputError
 from ckpt_formats.core.text import printable
 
 POST_SECONDS = 1800.0
 """A large model is loaded within one request."""
-_MAX_ANSWER = 1 << 20
-_SHOWN = 300
-"""Characters of an answer in a message."""
 
 
 class EngineError(CkptError):
@@ -60,23 +56,8 @@ def send_request(url: str, request: EngineRequest, api_key: str | None = None, s
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
         raise InvalidArgumentError("not the URL of a server", where=printable(url), hint="As in http://localhost:8000.")
-    headers = {"Content-Type": "application/json"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
-    path = f"{parts.path.rstrip('/')}{request.path}"
-    where = printable(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}")
-    connection = (HTTPSConnection if parts.scheme == "https" else HTTPConnection)(
-        parts.hostname, parts.port, timeout=seconds
-    )
+    target = f"{parts.path.rstrip('/')}{request.path}"
     try:
-        connection.request("POST", path, json.dumps(request.body), headers)
-        response = connection.getresponse()
-        answer = response.read(_MAX_ANSWER)
-    except (OSError, HTTPException, ValueError) as error:
-        cause = printable(str(error)) or type(error).__name__
-        raise EngineError(f"the server does not answer: {cause}", where=where) from None
-    finally:
-        connection.close()
-    if not 200 <= response.status < 300:
-        text = printable(answer.decode("utf-8", "replace"))[:_SHOWN]
-        raise EngineError(f"the server answered {response.status}: {text}", where=where)
+        post_json(parts, target, request.body, seconds, api_key)
+    except OutputError as error:
+        raise EngineError(error.what, where=error.where) from None

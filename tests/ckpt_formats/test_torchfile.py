@@ -38,7 +38,7 @@ from ckpt_formats.containers.torchfile import (
 from ckpt_formats.containers.torchfile.expanded_size import repeated_size
 from ckpt_formats.containers.torchfile.numpy_arrays import dtype_of
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import CorruptError, NotFoundError, OutputError, UnsupportedError
+from ckpt_formats.core.errors import CorruptError, NoSpaceError, NotFoundError, OutputError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.seal_checks import seal_is_valid
 from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
@@ -893,7 +893,7 @@ def test_write_refuses_values_that_torch_cannot_store_before_it_begins(tmp_path:
 
 
 def test_write_file_reports_a_full_disk() -> None:
-    with pytest.raises(OutputError, match="the disk is full"):
+    with pytest.raises(NoSpaceError, match="No space left"):
         write_file(Path("/dev/full"), ["x" * 100_000], lambda tensor: iter(()))
 
 

@@ -14,10 +14,10 @@ from ckpt.pipeline import Execution, seals_error
 from ckpt.pipeline.executors import batches, run_tasks
 from ckpt.pipeline.interrupts import interruptible
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
-from ckpt_formats.core.errors import CkptError, NoSpaceError, OutputError
+from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.evidence import Evidence
 from ckpt_formats.core.files import Reader
-from ckpt_formats.core.locking import FULL
+from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.own_folder import create_own
 from ckpt_formats.core.seal_checks import SealChecks
 from ckpt_formats.core.tensor import FileBlob
@@ -66,9 +66,7 @@ def carry(checkpoint: Checkpoint, before: CarriedState | None, path: Path, resou
     except CkptError:
         raise
     except OSError as error:
-        kind, hint = (NoSpaceError, "Free some.") if error.errno in FULL else (OutputError, None)
-        text = "no space left on the disk" if kind is NoSpaceError else f"cannot be written: {error.strerror or error}"
-        raise kind(text, where=path.parent, hint=hint) from error
+        raise unwritable(error, path.parent, path) from error
     return CarriedState(with_stored(checkpoint, parameters), path, blobs)
 
 

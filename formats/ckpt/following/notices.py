@@ -1,20 +1,18 @@
 """Tell the readers of a served folder that it has another step: a POST request, or a command."""
 
-import json
 import subprocess
 import threading
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
+from ckpt.following.posting import post_json, server_name
 from ckpt.following.source import FollowedStep
 from ckpt_formats.core.errors import InvalidArgumentError, OutputError
 from ckpt_formats.core.text import printable
 
-_CONNECT_SECONDS, _ANSWER_SECONDS = 10.0, 600.0
+_ANSWER_SECONDS = 600.0
 """A server answers once it has read the weights."""
 _ATTEMPTS, _FIRST_PAUSE = 3, 0.5
-_MAX_ANSWER = 1 << 16
 _POLL = 0.02
 """Seconds between two looks at whether a command has ended."""
 _STANDARD_ERROR = 2
@@ -32,23 +30,30 @@ def post_step(url: str, step: FollowedStep, path: Path, stop: threading.Event) -
     """
     parts = notify_url(url)
     fields = {"step": step.step, "epoch": step.epoch, "hash": step.hash, "path": str(path)}
-    body = json.dumps({**fields, "model_path": str(path), "weight_version": str(step.step)}).encode()
+    fields |= {"model_path": str(path), "weight_version": str(step.step)}
+    target = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
     errors = list[OutputError | None]()
 
     def post() -> None:
         pause = _FIRST_PAUSE
         for attempt in range(_ATTEMPTS):
-            error = _post(parts, body)
-            if error is None or attempt == _ATTEMPTS - 1 or stop.wait(pause):
-                errors.append(error)
+            try:
+                post_json(parts, target, fields, _ANSWER_SECONDS)
+                errors.append(None)
                 return
+            except OutputError as error:
+                if attempt == _ATTEMPTS - 1 or stop.wait(pause):
+                    errors.append(error)
+                    return
             pause *= 2
 
     thread = threading.Thread(target=post, name="ckpt-notify", daemon=True)
     thread.start()
     while thread.is_alive() and not stop.is_set():
         thread.join(0.05)
-    return errors[0] if errors else OutputError("has not answered before the follower ended", where=_shown(parts))
+    if errors:
+        return errors[0]
+    return OutputError("has not answered before the follower ended", where=server_name(parts, target))
 
 
 def notify_url(url: str) -> SplitResult:
@@ -83,27 +88,3 @@ def run_command(command: str, step: FollowedStep, path: Path, stop: threading.Ev
             process.kill()
     code = process.wait()
     return code if code >= 0 else 128 - code
-
-
-def _post(parts: SplitResult, body: bytes) -> OutputError | None:
-    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = kind(str(parts.hostname), parts.port, timeout=_CONNECT_SECONDS)
-    target = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
-    try:
-        connection.connect()
-        connection.sock.settimeout(_ANSWER_SECONDS)
-        connection.request("POST", target, body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        answer = response.read(_MAX_ANSWER)
-    except (OSError, HTTPException, ValueError) as error:
-        return OutputError(f"does not answer: {printable(str(error)) or type(error).__name__}", where=_shown(parts))
-    finally:
-        connection.close()
-    if not 200 <= response.status < 300:
-        text = printable(answer.decode("utf-8", "replace"))[:300]
-        return OutputError(f"has answered {response.status}: {text}", where=_shown(parts))
-    return None
-
-
-def _shown(parts: SplitResult) -> str:
-    return printable(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")

@@ -16,11 +16,11 @@ from ckpt.pipeline.target import exists
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.edits import edited
-from ckpt_formats.core.errors import InvalidArgumentError, NoMatchError, NoSpaceError, OutputError
+from ckpt_formats.core.errors import InvalidArgumentError, NoMatchError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import block_of_key
 from ckpt_formats.core.identity import check_unchanged
-from ckpt_formats.core.locking import FULL
+from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush, rename_new
 from ckpt_formats.core.similar_names import similar_names
 from ckpt_formats.core.tensor import Tensor
@@ -133,8 +133,7 @@ def write_npy(
     except FileExistsError:
         raise exists(target) from None
     except OSError as error:
-        kind = NoSpaceError if error.errno in FULL else OutputError
-        raise kind(f"cannot be written: {error.strerror or error}", where=target) from error
+        raise unwritable(error, target, draft) from error
     return nbytes
 
 

@@ -45,11 +45,16 @@ def lock(file: Path, error_if_locked: LockedError, required: bool = True) -> Ite
         os.close(descriptor)
 
 
-def unwritable(error: OSError, place: Path) -> OutputError:
-    """The error for a target that the system did not let us write, with the reason."""
-    kind = NoSpaceError if error.errno in FULL else OutputError
-    hint = error.hint if isinstance(error, (StoreError, RenameError)) else None
-    return kind(f"cannot be written: {error.strerror or error}", where=error.filename or place, hint=hint)
+def unwritable(error: OSError, place: Path, draft: Path | None = None) -> OutputError:
+    """The error for a target that the system did not let us write, with the reason.
+
+    It names the file of the system's error, but never the hidden `draft`, which becomes the target when it is complete.
+    """
+    where = error.filename if error.filename and error.filename != str(draft) else place
+    what = f"cannot be written: {error.strerror or error}"
+    if error.errno in FULL:
+        return NoSpaceError(what, where=where, hint="Free some space, or write elsewhere.")
+    return OutputError(what, where=where, hint=error.hint if isinstance(error, (StoreError, RenameError)) else None)
 
 
 def _unable(error: OSError, file: Path) -> OutputError:

@@ -6,8 +6,6 @@ the caller writes the data of each storage at its offset, in any order and from
 several processes, and adds the bytes of `FileLayout.frame`, with their checksums.
 """
 
-import errno
-import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +18,10 @@ import numpy as np
 from ckpt_formats.containers.torchfile.pickle_writer import Persistent, emit
 from ckpt_formats.containers.torchfile.storages import STORAGE_CLASSES, Storage, TensorRef
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import CkptError, NoSpaceError, OutputError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Shape, slabs
+from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.seals import Seal, crc32
 from ckpt_formats.core.tensor import FileBlob, Tensor, c_strides
 from ckpt_formats.core.values import Global, Record, StdDict, Value
@@ -292,13 +291,6 @@ def reading_chunks(reader: Reader, max_nbytes: int = 1 << 24) -> Chunks:
             yield part.reshape(-1).view(np.uint8).data
 
     return chunks
-
-
-def unwritable(error: OSError, path: Path) -> OutputError:
-    """The error that explains why the system refuses to write this file."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpaceError("the disk is full", where=path, hint="Free some space, or write elsewhere.")
-    return OutputError(f"cannot be written: {os.strerror(error.errno or 0)}", where=path)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
