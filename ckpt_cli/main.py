@@ -1,4 +1,4 @@
-"""The `ckpt` command: one module per sub-command, and the one table from errors to exit codes."""
+"""The `ckpt` command: one module per sub-command, and the end of every error."""
 
 import gc
 import os
@@ -14,20 +14,8 @@ import click
 from ckpt_cli import notes, progress
 from ckpt_cli.options.command import help_text
 from ckpt_cli.options.groups import TerminalContext
-from ckpt_formats.core.errors import (
-    CkptError,
-    CorruptError,
-    IncompleteError,
-    InvalidArgumentError,
-    LockedError,
-    NoMatchError,
-    NoSpaceError,
-    NotFoundError,
-    OutputError,
-    RulesError,
-    UnsafeError,
-    UnsupportedError,
-)
+from ckpt_cli.views.exit_codes import USAGE, exit_code, kind_of
+from ckpt_formats.core.errors import CkptError, NotFoundError, OutputError
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.version import VERSION
 
@@ -65,38 +53,6 @@ COMMANDS = {
     "formats": "ckpt_cli.commands.formats:formats",
     "completion": "ckpt_cli.commands.completion:completion",
 }
-
-USAGE = 2
-
-EXIT_CODES: dict[type[CkptError], int] = {
-    InvalidArgumentError: USAGE,
-    NotFoundError: 10,
-    NoMatchError: 10,
-    LockedError: 11,
-    CorruptError: 20,
-    IncompleteError: 20,
-    UnsafeError: 21,
-    UnsupportedError: 22,
-    RulesError: 23,
-    NoSpaceError: 28,
-    OutputError: 30,
-}
-"""The first match counts, so a kind comes before its base class."""
-
-KINDS: dict[type[CkptError], str] = {
-    InvalidArgumentError: "usage",
-    NotFoundError: "not found",
-    NoMatchError: "not found",
-    LockedError: "locked",
-    CorruptError: "damaged",
-    IncompleteError: "incomplete",
-    UnsafeError: "unsafe",
-    UnsupportedError: "unsupported",
-    RulesError: "rules",
-    NoSpaceError: "no space",
-    OutputError: "target",
-}
-"""The names of the kinds in JSON."""
 
 FAULT = 70
 """A fault of ckpt, or too little memory (EX_SOFTWARE in sysexits.h)."""
@@ -368,8 +324,7 @@ def report(error: CkptError) -> int:
     for label, text in (("error", what or ""), ("where", where), ("hint", hint)):
         if text is not None:
             notes.tell(f"{label}: {text}")
-    kind = next(name for kind, name in KINDS.items() if isinstance(error, kind))
-    _print_json(exit_code(error), kind, what or "", where, hint)
+    _print_json(exit_code(error), kind_of(error), what or "", where, hint)
     return exit_code(error)
 
 
@@ -381,10 +336,6 @@ def _print_json(code: int, kind: str, message: str, where: str | None, hint: str
         fields = {"code": code, "kind": kind, "what": message, "where": where, "hint": hint}
         with suppress(OSError):  # the reader may be gone
             click.echo(json.dumps({"error": fields, "notes": notes.to_json()}))
-
-
-def exit_code(error: CkptError) -> int:
-    return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
 
 
 def _report_interrupt(error: BaseException | None) -> int:

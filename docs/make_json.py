@@ -86,6 +86,8 @@ def schema_of(fields: Sequence[Field], place: str = "") -> dict[str, Any]:
 
 
 def _schema_of_kind(kind: str, fields: Sequence[Field], path: str) -> dict[str, Any]:
+    if kind.endswith(" or null") and (inner := kind.removesuffix(" or null")).startswith(("list", "object")):
+        return {"anyOf": [_schema_of_kind(inner, fields, path), {"type": "null"}]}
     if kind.startswith("list of "):
         return {"type": "array", "items": _schema_of_kind(kind.removeprefix("list of "), fields, f"{path}[]")}
     if kind.startswith("object, by name: "):

@@ -6,7 +6,7 @@ import click
 
 from ckpt_cli.options.check import model_option
 from ckpt_cli.options.command import command
-from ckpt_cli.options.source import only, skip, source
+from ckpt_cli.options.source import chosen, only, skip, source
 
 if TYPE_CHECKING:
     from ckpt_formats.core.checkpoint import Checkpoint
@@ -29,7 +29,5 @@ def check(
 ) -> None:
     from ckpt_cli.views import check
 
-    if only or skip:
-        checkpoint = checkpoint.select(only, skip)
-    if not check.show(checkpoint, like, model, top, as_json):
+    if not check.show(chosen(checkpoint, only, skip), like, model, top, as_json):
         click.get_current_context().exit(1)

@@ -103,7 +103,7 @@ def averaged(command: F) -> F:
 
 
 def merged_lora(command: F) -> F:
-    """`MODEL`, `ADAPTER`, `--scale` and `--expert-axes`; the command gets the merged model as `source`."""
+    """`MODEL`, `ADAPTER`, `--scale`, `--expert-axes`, `--only`, `--skip`; the command gets the model as `source`."""
 
     @wraps(command)
     def combined(
@@ -113,17 +113,20 @@ def merged_lora(command: F) -> F:
         scale: float,
         expert_axes: "ExpertAxes | None",
         dtype: str | None,
+        only: tuple[str, ...],
+        skip: tuple[str, ...],
         **arguments: Any,
     ) -> Any:
         from ckpt.combine import merge_lora
-        from ckpt_cli.reading import noted
+        from ckpt_cli.reading import chosen, noted
 
         if not math.isfinite(scale):
             raise click.UsageError("--scale is a number such as 0.5.")
-        result = merge_lora(_widened(model, dtype), adapter, scale, expert_axes=expert_axes)
+        merged = merge_lora(_widened(model, dtype), adapter, scale, expert_axes=expert_axes)
+        result = chosen(merged, only, skip)  # after the merge, which needs all weights that the adapter changes
         return command(*args, source=noted(result.cast(dtype) if dtype else result), **arguments)
 
-    grouped = with_options(combined, _SCALE, _EXPERT_AXES, _DTYPE, group="Merge")
+    grouped = with_options(combined, _SCALE, _EXPERT_AXES, _DTYPE, only, skip, group="Merge")
     return cast(F, source("model", "adapter")(grouped))
 
 

@@ -29,7 +29,6 @@ _SEVERAL = {
     "convert": f"{_FILES} The mean of several checkpoints is `ckpt average`.",
     "reshard": _FILES,
     "compress": _FILES,
-    "inspect": f"{_FILES} A folder of several checkpoints is listed.",
 }
 """What else may have been meant by several paths, by command."""
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckpt_cli.options.target import Target
+    from ckpt_cli.reading import Listed
     from ckpt_formats.core.checkpoint import Checkpoint
     from ckpt_formats.core.format import ReadOptions
 
@@ -107,11 +108,25 @@ def with_checkpoints_inside(path: str) -> "tuple[str | Path, list[Path]]":
     return reading.with_checkpoints_inside(path)
 
 
+def listed(paths: Sequence[str], options: "ReadOptions", only: Sequence[str], skip: Sequence[str]) -> "list[Listed]":
+    """The checkpoints at some paths, and all of those that are folders of runs. None is opened."""
+    from ckpt_cli import reading
+
+    return reading.listed(paths, options, only, skip)
+
+
 def opening(path: "Path | str", options: "ReadOptions") -> "Callable[[], Checkpoint]":
     """What opens the checkpoint at a path, for a command that itself reports why it cannot be opened."""
     from ckpt_cli.reading import open_source
 
     return lambda: open_source(path, options)
+
+
+def chosen(checkpoint: "Checkpoint", only: Sequence[str], skip: Sequence[str]) -> "Checkpoint":
+    """The part that `--only` and `--skip` choose; a note names what they leave out."""
+    from ckpt_cli import reading
+
+    return reading.chosen(checkpoint, only, skip)
 
 
 def source(

@@ -14,14 +14,14 @@ import numpy as np
 from ckpt_cli.views import columns
 from ckpt_cli.views.file_ranges import FileRanges, SourceFiles
 from ckpt_cli.views.report import conclude, data
-from ckpt_formats.core.checkpoint import Checkpoint, Opened
-from ckpt_formats.core.format import FilePlan, ReadOptions
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.seals import SealTable
 from ckpt_formats.core.state_table import PLAIN, ROLES, StateTable
-from ckpt_formats.core.text import folded, format_nbytes, printable
+from ckpt_formats.core.text import folded, format_count, format_nbytes, printable
 from ckpt_formats.core.values import brief
-from ckpt_formats.registry.location import detect
+from ckpt_formats.registry.location import format_name
 
 if TYPE_CHECKING:
     from ckpt_formats.core.quantised.overview import QuantisedOverview
@@ -36,38 +36,27 @@ _NUMBER = re.compile(r"\d+")
 _PLURALS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "extra": "extras"}
 
 
-def print_all(
-    run: str | Path, inside: list[Path], options: ReadOptions, as_json: bool, html: Path | None = None
-) -> None:
-    """Print the checkpoints in the folder of a run; with `html`, also write their page."""
-    from ckpt_cli.views.checkpoints import show_checkpoints
-
-    show_checkpoints(Path(run) if isinstance(run, str) else run, inside, options, as_json, html)
-
-
-def print_json(checkpoint: Checkpoint) -> None:
-    """Print the full index as one JSON object on stdout."""
+def print_json(checkpoint: Checkpoint, place: str | Path) -> None:
+    """Print the full index as one JSON object on stdout. `place`: where it was looked for."""
     from ckpt import sizes
+    from ckpt_cli.views.checkpoints import facts_of, row_of
     from ckpt_formats.containers.typed_json import encode
 
-    shared = _shared(checkpoint)
-    data(
-        {
-            "path": str(checkpoint.path),
-            "format": format_name(checkpoint),
-            "origin": _origin(checkpoint),
-            "parameters": _parameters(sizes.table(checkpoint)),
-            "aliases": dict(checkpoint.aliases),
-            "groups": [{"options": encode(g.options), "parameters": list(g.names)} for g in checkpoint.groups],
-            "extras": encode(checkpoint.extras),
-            "files": [
-                {"file": str(s.path), "nbytes": s.nbytes, "role": s.role, "rank": dict(s.rank)}
-                for s in checkpoint.files
-            ],
-            **_quantised_data(checkpoint),
-            **({"shared": [asdict(one) for one in shared]} if shared else {}),
-        }
-    )
+    row = row_of(place, place if isinstance(place, str) else place.name, checkpoint)
+    details = {
+        "format": row.format,
+        "origin": _origin(checkpoint),
+        "parameters": _parameters(sizes.table(checkpoint)),
+        "aliases": dict(checkpoint.aliases),
+        "groups": [{"options": encode(g.options), "parameters": list(g.names)} for g in checkpoint.groups],
+        "extras": encode(checkpoint.extras),
+        "files": [
+            {"file": str(s.path), "nbytes": s.nbytes, "role": s.role, "rank": dict(s.rank)} for s in checkpoint.files
+        ],
+        **_quantised_data(checkpoint),
+        "shared": [asdict(one) for one in _shared(checkpoint)],
+    }
+    data(facts_of("checkpoint", [row], checkpoint.path, details=details))
 
 
 def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
@@ -87,7 +76,8 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     for role in dict.fromkeys(states.role.tolist()):
         members = states.role == role
         count, total = int(states.elements[states.weight][members].sum()), int(nbytes[members].sum())
-        facts = f"{name_tree.tensors(int(members.sum()))}, {count:,} elements, {format_nbytes(total)} with all states"
+        tensors = name_tree.tensors(int(members.sum()))
+        facts = f"{format_count(count)} in {tensors}, {format_nbytes(total)} with all states"
         click.echo(f"{_PLURALS[ROLES[role]]:<11} {facts}")
     if states.uses_codecs():
         from ckpt_cli.views.sizes import table
@@ -184,10 +174,10 @@ def _overview(checkpoint: Checkpoint) -> "QuantisedOverview | None":
 
 
 def _quantised_data(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What is quantised as plain data; nothing if nothing is."""
+    """What is quantised as plain data."""
     overview = _overview(checkpoint)
     if overview is None:
-        return {}
+        return {"quantised": [], "bits_per_weight": None}
     own = [{**asdict(one), "shape": list(one.shape or ())} for one in overview.parameters]
     return {"quantised": own, "bits_per_weight": overview.bits_per_weight}
 
@@ -290,12 +280,6 @@ class _ColumnsOfFiles:
             np.add.at(marks, firsts[at] + (low - starts[at]) * scale // length, 1)
             np.add.at(marks, firsts[at] + (high - 1 - starts[at]) * scale // length + 1, -1)
         return set(map(int, np.flatnonzero(np.cumsum(marks)[:_COLUMNS])))
-
-
-def format_name(checkpoint: Checkpoint) -> str:
-    """The name of the format at the checkpoint's path; `shadow` if it was not opened from files."""
-    is_opened = any(isinstance(edit, Opened) for edit in checkpoint.history)
-    return detect(checkpoint.path).name if is_opened else "shadow"
 
 
 def _columns(checkpoint: Checkpoint) -> dict[Path, set[int]]:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from ckpt import sizes
-from ckpt_cli.views.inspect import columns_of_files, format_name
+from ckpt_cli.views.inspect import columns_of_files
 from ckpt_cli.views.page import check_place, page, write
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.state_table import ROLES, StateTable
 from ckpt_formats.core.values import brief
+from ckpt_formats.registry.location import format_name
 
 _SCRIPTS = ("charts", "listing", "tree", "inspect")
 _MAX_VALUE = 1000

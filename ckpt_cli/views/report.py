@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +57,22 @@ def data(value: Mapping[str, Any]) -> None:
     click.echo(json.dumps({**value, "notes": notes.to_json()}, allow_nan=False))
 
 
+@dataclass(frozen=True)
+class CheckedPart:
+    """How many parameters of a checkpoint are checked, and how many `--only` and `--skip` leave out."""
+
+    parameters: int
+    left_out: int = 0
+
+    def __str__(self) -> str:
+        """What was not checked, for the end of a sentence: empty if nothing is left out."""
+        every = self.parameters + self.left_out
+        return f"; not checked: {self.left_out:,} of {every:,} parameters" if self.left_out else ""
+
+
 def findings(
     checkpoint: "Checkpoint",
+    part: CheckedPart,
     problems: "Sequence[Finding]",
     seconds: float,
     as_json: bool,
@@ -70,10 +85,10 @@ def findings(
     those without checksums.
     """
     if as_json:
-        fields = findings_json(checkpoint.path, problems, seconds)
+        fields = findings_json(checkpoint.path, problems, seconds, part.left_out)
         if strange is not None:
             fields["not_finite"] = list(map(counts_json, strange))
-        data(fields | {"checksums": len(checkpoint.seals), "parameters": len(checkpoint.parameters)})
+        data(fields | {"checksums": len(checkpoint.seals), "parameters": part.parameters})
         return
     print_findings(problems)
     if problems:
@@ -94,7 +109,7 @@ def findings(
             facts += f"; {count:,} values are NaN or infinite"
         elif has_read_all:
             facts += "; no value is NaN or infinite"
-        conclude(f"ok: {printable(str(checkpoint.path))}: {facts} ({seconds:.1f} s)")
+        conclude(f"ok: {printable(str(checkpoint.path))}: {facts}{part} ({seconds:.1f} s)")
 
 
 def counts_json(one: "NotFinite") -> dict[str, Any]:
@@ -102,17 +117,20 @@ def counts_json(one: "NotFinite") -> dict[str, Any]:
     return {"tensor": one.name, "state": one.state, "nan": one.nans, "infinite": one.infinities}
 
 
-def quick(path: Path, problems: "Sequence[Finding]", seconds: float, ok: str, as_json: bool) -> None:
-    """Print the findings of `verify --quick`, or that there are none."""
+def quick(
+    path: Path, problems: "Sequence[Finding]", seconds: float, ok: str, as_json: bool, part: CheckedPart | None = None
+) -> None:
+    """Print the findings of `verify --quick`, or that there are none. `part`: of a checkpoint; None for a chain."""
+    part = part or CheckedPart(0)
     if as_json:
-        data(findings_json(path, problems, seconds) | {"quick": True})
+        data(findings_json(path, problems, seconds, part.left_out) | {"quick": True})
         return
     print_findings(problems)
     place = printable(str(path))
     if problems:
         conclude(f"DAMAGED: {len(problems)} finding{'s' * (len(problems) > 1)} in {place}")
     else:
-        conclude(f"ok: {place}: {ok}; no tensor was read ({seconds:.1f} s)")
+        conclude(f"ok: {place}: {ok}; no tensor was read{part} ({seconds:.1f} s)")
 
 
 def _count(checkpoint: "Checkpoint") -> int:
@@ -151,10 +169,16 @@ def bounded(text: str) -> str:
     return shown if len(shown) <= _MAX_LENGTH else f"{shown[:_MAX_LENGTH]}…"
 
 
-def findings_json(path: Path, problems: "Sequence[Finding]", seconds: float) -> dict[str, Any]:
-    """The findings as plain data."""
+def findings_json(path: Path, problems: "Sequence[Finding]", seconds: float, left_out: int = 0) -> dict[str, Any]:
+    """The findings as plain data. `left_out`: how many parameters were not checked."""
     rows = [{"kind": f.kind, "what": f.what, "where": f.where, "tensors": list(f.tensors)} for f in problems]
-    return {"path": str(path), "ok": not problems, "findings": rows, "seconds": round(seconds, 3)}
+    return {
+        "path": str(path),
+        "ok": not problems,
+        "findings": rows,
+        "left_out": left_out,
+        "seconds": round(seconds, 3),
+    }
 
 
 def print_findings(problems: "Sequence[Finding]") -> None:

@@ -10,12 +10,14 @@ from ckpt.chains.verify import ChainReport, verify_chain
 from ckpt.findings.checks import changed, find_problems, holes_of, nbytes_to_read, problems_of_headers
 from ckpt.findings.float_scan import FloatScan
 from ckpt.findings.not_finite import find_not_finite, not_finite_notice
+from ckpt.findings.part import part_to_check
 from ckpt.findings.report import Finding
 from ckpt.findings.survey import survey
 from ckpt.job import count_to, load_kernels
 from ckpt.pipeline import Resources
 from ckpt_cli import notes
 from ckpt_cli.progress import doing, progress_bar
+from ckpt_cli.reading import note_left_out
 from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError
@@ -38,6 +40,18 @@ class How:
     """Whether only headers are read."""
     values: bool = False
     """Whether all values are read, to count those that are NaN or infinite."""
+    only: tuple[str, ...] = ()
+    """Patterns of the parameters that are checked; all, if there are none."""
+    skip: tuple[str, ...] = ()
+    """Patterns of the parameters that are not checked."""
+
+    def part_of(self, whole: Checkpoint) -> tuple[Checkpoint, report.CheckedPart]:
+        """What is checked of a checkpoint."""
+        if not (self.only or self.skip):
+            return whole, report.CheckedPart(len(whole.parameters))
+        part = part_to_check(whole, self.only, self.skip)
+        note_left_out(whole, part)
+        return part, report.CheckedPart(len(part.parameters), len(whole.parameters) - len(part.parameters))
 
 
 def verify(
@@ -50,16 +64,11 @@ def verify(
     started = time.monotonic()
     try:
         if (path / chain_file.NAME).is_file():
-            if how.values:
-                raise InvalidArgumentError(
-                    "the values of a chain are read one state at a time",
-                    where=path,
-                    hint="Name the step: CHAIN@STEP --values.",
-                )
+            _check_chain(path, how)
             return _quick_chain(path, as_json) if how.quick else _verify_chain(path, resources, how.replay, as_json)
         if how.quick:
-            return _quick(open_checkpoint(), as_json)
-        return _verify(open_checkpoint(), resources, how.values, as_json)
+            return _quick(*how.part_of(open_checkpoint()), as_json)
+        return _verify(*how.part_of(open_checkpoint()), resources, how.values, as_json)
     except (CorruptError, IncompleteError) as error:
         with progress_bar("looking for more damage"):
             problems = survey(path, error, resources)
@@ -92,7 +101,18 @@ def verify_each(
     return not damaged
 
 
-def _verify(checkpoint: Checkpoint, resources: Resources, values: bool, as_json: bool) -> bool:
+def _check_chain(path: Path, how: How) -> None:
+    """Raise `InvalidArgumentError` for what can be asked of one state only."""
+    options = {"--values": how.values, "--only": how.only, "--skip": how.skip}
+    given = next((name for name, value in options.items() if value), None)
+    if given is not None:
+        hint = f"Name the step: CHAIN@STEP {given}{' PATTERN' if given != '--values' else ''}."
+        raise InvalidArgumentError(f"{given} is about one state, and this is a chain", where=path, hint=hint)
+
+
+def _verify(
+    checkpoint: Checkpoint, part: report.CheckedPart, resources: Resources, values: bool, as_json: bool
+) -> bool:
     notes.flush()
     load_kernels()
     started = time.monotonic()
@@ -110,15 +130,15 @@ def _verify(checkpoint: Checkpoint, resources: Resources, values: bool, as_json:
         strange = find_not_finite(checkpoint, resources, only=scan.names)
     notes.note(*not_finite_notice(strange or ()))
     notes.note(*zero_notices(checkpoint, zeros))
-    report.findings(checkpoint, findings, time.monotonic() - started, as_json, strange, has_read_all=values)
+    report.findings(checkpoint, part, findings, time.monotonic() - started, as_json, strange, has_read_all=values)
     return not findings
 
 
-def _quick(checkpoint: Checkpoint, as_json: bool) -> bool:
+def _quick(checkpoint: Checkpoint, part: report.CheckedPart, as_json: bool) -> bool:
     started = time.monotonic()
     with doing("comparing headers"):
         findings = problems_of_headers(checkpoint)
-    report.quick(checkpoint.path, findings, time.monotonic() - started, "its headers agree", as_json)
+    report.quick(checkpoint.path, findings, time.monotonic() - started, "its headers agree", as_json, part)
     return not findings
 
 

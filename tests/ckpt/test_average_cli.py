@@ -233,6 +233,13 @@ def test_the_merged_model_is_written(scale: float | None, models: list[Path], tm
     assert not (target / "adapter_config.json").exists()
 
 
+def test_a_part_of_the_merged_model_is_written(models: list[Path], tmp_path: Path) -> None:
+    adapter, target = write_adapter(tmp_path / "adapter"), tmp_path / "part.safetensors"
+    done = ckpt("merge-lora", models[0], adapter, target, "--only", "norm")
+    assert (done.code, "leave out" in done.err) == (0, True)
+    assert set(open_checkpoint(target)) == {"model.norm.weight"}
+
+
 def test_an_adapter_that_cannot_be_merged_is_refused(models: list[Path], tmp_path: Path) -> None:
     target = tmp_path / "merged"
     done = ckpt("merge-lora", models[0], write_adapter(tmp_path / "a", peft_type="IA3"), target)

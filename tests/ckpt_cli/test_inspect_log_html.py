@@ -107,6 +107,15 @@ def test_the_page_of_a_run_has_all_that_json_has(tmp_path: Path) -> None:
     assert [one["whole"] for one in fields["checkpoints"]] == [True, False]
     del fields["notes"]
     assert page("inspect", run, tmp_path).facts() == fields
+    target = tmp_path / "several.html"
+    several = ckpt("inspect", *(run / f"global_step{step}" for step in (5, 10)), "--json", "--html", target)
+    report = json.loads(several.out)
+    del report["notes"]
+    assert Page(target.read_text("ascii")).facts() == report
+    assert (report["kind"], [one["name"] for one in report["checkpoints"]]) == (
+        "several",
+        [str(run / f"global_step{step}") for step in (5, 10)],
+    )
 
 
 @pytest.mark.parametrize(("command", "source"), [("inspect", SAMPLES / CHECKPOINTS[0]), ("log", RECORDED)])

@@ -35,6 +35,8 @@ WITHOUT_OPTION = {
 }
 """Fields of formats that have no option of `convert`, and why."""
 
+SELECTING = {"only", "skip"}
+
 VALUES = {"keys": "nested", "separator": ".", "stages": "0,1", "config": "config.json"}
 VALUES |= {"outtype": "bf16", "shard_nbytes": "1G", "pack_nbytes": "1M"}
 
@@ -146,3 +148,16 @@ def test_every_command_has_a_module_and_a_help_text() -> None:
 def test_the_methods_of_a_merge_are_those_of_the_library() -> None:
     assert get_args(Method) == METHODS
     assert set(get_args(Rescale)) == set(RESCALES)
+
+
+def test_reference_lists_the_commands_that_choose_parameters_and_says_why_others_do_not() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text("utf-8").partition("## Parts of a checkpoint")[2]
+    chosen, _, others = page.partition("## ")[0].partition("The other commands")
+    context = click.Context(cli)
+    for name in COMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None
+        options = {param.name for param in command.params} & SELECTING
+        rows = chosen if options else others
+        assert options in (set(), SELECTING)
+        assert any(f"`{name}`" in line.split("|")[-2] for line in rows.splitlines() if line.startswith("|")), name

@@ -30,7 +30,7 @@ def test_inspect_lists_all_checkpoints_of_a_run(run: Path) -> None:
     rows = [line.split() for line in done.out.splitlines() if line.startswith("step-")]
     assert [row[0] for row in rows] == ["step-7", "step-8", "step-9", "step-10", "step-11.ucp"]
     assert [row[-1] == "whole" for row in rows] == [False, False, True, True, True]
-    assert rows[3][1:] == ["5", "419.4", "KiB", "universal", "whole"]
+    assert rows[3][1:] == ["5", "419.4", "KiB", "universal", "34,056", "whole"]
     assert "commands need the path of one of them" in done.out
     report = json.loads(ckpt("inspect", run, "--json").out)
     assert [one["whole"] for one in report["checkpoints"]] == [False, False, True, True, True]

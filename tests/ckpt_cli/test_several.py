@@ -81,3 +81,108 @@ def test_compress_takes_a_part(tmp_path: Path) -> None:
     part, run = library.open(tmp_path / "part"), library.open(source)
     assert {(name, *one.states) for name, one in part.items()} == {("head.weight", "model")}
     assert np.asarray(part["head.weight"]).tobytes() == np.asarray(run["head.weight"]).tobytes()
+
+
+@pytest.mark.parametrize("ending", [".ucp", ".pt"])
+def test_verify_of_a_part_finds_damage_there_and_says_what_it_leaves_out(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"two{ending}"
+    weights = {"a": np.full(4000, 1.5, np.float32), "b": np.full(4000, 2.5, np.float32)}
+    library.save(library.from_state_dict(weights), path)
+    content = bytearray(path.read_bytes())
+    content[content.rindex(np.float32(2.5).tobytes())] ^= 1
+    path.write_bytes(content)
+    assert ckpt("verify", path).code == ckpt("verify", path, "--only", "^b$").code == 20
+    whole_part = ckpt("verify", path, "--only", "^a$")
+    assert (whole_part.code, "not checked: 1 of 2 parameters" in whole_part.out) == (0, True)
+    report = json.loads(ckpt("verify", path, "--skip", "b", "--json").out)
+    assert (report["ok"], report["left_out"], report["parameters"], report["checksums"]) == (True, 1, 1, 1)
+    assert [one["names"] for one in report["notes"]] == [["b"]]
+    assert not library.verify(library.open(path), skip="b")
+    assert library.verify(library.open(path), only="b")
+    quick = ckpt("verify", path, "--quick", "--only", "^a$")
+    assert (quick.code, "not checked: 1 of 2 parameters" in quick.out) == (0, True)
+
+
+def test_verify_of_a_chain_takes_no_part() -> None:
+    done = ckpt("verify", SAMPLES / "universal-1-delta", "--only", "trained")
+    assert (done.code, "CHAIN@STEP --only PATTERN" in done.err) == (2, True)
+    assert ckpt("verify", SAMPLES / "universal-1-delta", "--replay", "--skip", "trained").code == 2
+    state = ckpt("verify", f"{SAMPLES / 'universal-1-delta'}@12", "--only", "table")
+    assert (state.code, "not checked: " in state.out) == (0, True)
+
+
+def test_rules_show_a_part() -> None:
+    source = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
+    shown = json.loads(ckpt("rules", source, "--only", "head", "--json").out)
+    assert [one["name"] for one in shown["parameters"]] == ["head.weight"]
+    assert "leave out" in shown["notes"][-1]["text"]
+
+
+def test_inspect_lists_several_and_goes_on_after_errors(run: Path, tmp_path: Path) -> None:
+    zero, cut = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2", SAMPLES / "damaged" / "truncated-shard"
+    chain = f"{SAMPLES / 'universal-1-delta'}@11"
+    library.save(library.open(run / "step-1"), tmp_path / "one.safetensors")
+    paths = (zero, cut, chain, "gone", run, tmp_path / "one.safetensors")
+    done = ckpt("inspect", *paths, "--json")
+    report = json.loads(done.out)
+    rows = report["checkpoints"]
+    assert (done.code, report["kind"], report["path"], report["parameters"]) == (20, "several", None, None)
+    assert [row["name"] for row in rows] == [
+        *map(str, paths[:4]),
+        *(f"{run}/step-{step}" for step in STEPS),
+        str(paths[5]),
+    ]
+    assert [row["whole"] for row in rows] == [True, False, True, False, True, True, True, True]
+    kinds = ["folder", None, "chain", None, "folder", "folder", "folder", "file"]
+    assert [row["kind"] for row in rows] == kinds
+    assert [row["step"] for row in rows] == [5, None, 11, None, 1, 2, 3, None]
+    assert rows[0] | {"nbytes": 0} == {
+        "name": str(zero),
+        "path": str(zero),
+        "kind": "folder",
+        "format": "deepspeed",
+        "engine": "deepspeed",
+        "step": 5,
+        "ranks": 2,
+        "tensors": sum(one.role in ("parameter", "frozen") for one in library.open(zero).values()),
+        "elements": sum(one.weight.size for one in library.open(zero).values() if one.role in ("parameter", "frozen")),
+        "nbytes": 0,
+        "whole": True,
+        "problem": None,
+    }
+    assert rows[0]["nbytes"] == sum(file.stat().st_size for file in (zero / "global_step5").iterdir())
+    text = ckpt("inspect", *paths)
+    assert text.out.count("\n") == 1 + len(rows)
+    assert (text.code, text.err.count("error: ")) == (20, 2)
+    assert ckpt("inspect", "gone", cut).code == 10
+
+
+def test_inspect_has_one_shape_for_whatever_it_inspects(run: Path, tmp_path: Path) -> None:
+    library.save(library.open(run / "step-1"), tmp_path / "one.pt")
+    places = {
+        "folder": SAMPLES / "dcp-2.13-fsdp2-w2",
+        "file": tmp_path / "one.pt",
+        "chain": SAMPLES / "universal-1-delta",
+        "log": SAMPLES / "recorded-1" / "run.chain",
+        "run": run,
+        "damaged run": SAMPLES / "damaged",
+        "several": run / "step-1",
+    }
+    shapes = {}
+    for name, place in places.items():
+        report = json.loads(ckpt("inspect", place, *([place] if name == "several" else []), "--json").out)
+        shapes[name] = (report.keys(), {tuple(row) for row in report["checkpoints"]})
+        is_one = name not in ("run", "damaged run", "several")
+        assert (report["kind"] == "checkpoint") is is_one
+        assert all((report[key] is not None) is is_one for key in ("format", "origin", "parameters", "files"))
+    assert all(shape == shapes["folder"] for shape in shapes.values())
+
+
+def test_inspect_shows_a_part(run: Path) -> None:
+    source = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
+    report = json.loads(ckpt("inspect", source, "--only", "head", "--json").out)
+    assert [one["name"] for one in report["parameters"] if one["role"] != "extra"] == ["head.weight"]
+    assert "leave out" in " ".join(one["text"] for one in report["notes"])
+    rows = json.loads(ckpt("inspect", source, source, "--only", "head", "--json").out)["checkpoints"]
+    assert [row["tensors"] for row in rows] == [1, 1]
+    assert ckpt("inspect", run, "--only", "w").code == 2

@@ -6,7 +6,7 @@ const whole = checkpoints.filter((one) => one.whole), newest = checkpoints.find(
 const labelsOf = (one) => [["newest whole", facts.newest_whole], ["latest", facts.latest]].filter(([, name]) => name === one.name).map(([label]) => label);
 
 function head() {
-  const path = facts.path.replace(/\/+$/, ""), name = shown(path.split("/").pop() || path), broken = checkpoints.length - whole.length;
+  const path = (facts.path || plural(checkpoints.length, "checkpoint")).replace(/\/+$/, ""), name = shown(path.split("/").pop() || path), broken = checkpoints.length - whole.length;
   verdict(short(name, 120), "inspect");
   by("lead").replaceChildren(named(path, 400));
   const formats = [...new Set(checkpoints.map((one) => one.format).filter(Boolean))];
@@ -14,7 +14,7 @@ function head() {
     broken ? el("li", { class: "warn" }, broken === 1 ? "one checkpoint is not whole" : `${integer(broken)} checkpoints are not whole`) : "");
   by("tiles").append(
     tile("checkpoints", integer(checkpoints.length), `${integer(whole.length)} whole`, whole.length / Math.max(checkpoints.length, 1)),
-    tile("newest whole", newest ? stepText(newest) : "\u2013", newest ? shown(newest.name) : "no checkpoint is whole"),
+    facts.kind === "several" ? "" : tile("newest whole", newest ? stepText(newest) : "\u2013", newest ? shown(newest.name) : "no checkpoint is whole"),
     tile("bytes", bytes(checkpoints.reduce((total, one) => total + (one.nbytes || 0), 0)), "in all that could be opened"),
   );
 }

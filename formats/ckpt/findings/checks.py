@@ -1,6 +1,6 @@
 """What `verify` checks: coverage, checksums, replicas, and masters against the model's copies."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -11,6 +11,7 @@ import numpy as np
 
 from ckpt.findings.float_scan import FloatScan
 from ckpt.findings.not_finite import find_not_finite, not_finite_notice
+from ckpt.findings.part import part_to_check
 from ckpt.findings.report import Finding, Report
 from ckpt.job import AnyProgress, count_to, load_kernels
 from ckpt.pipeline import CountBytes, Resources
@@ -355,14 +356,22 @@ def unrounded(name: str, master: Tensor, copy: Tensor, differing: int) -> Findin
 
 
 @checked
-def verify(source: Checkpoint, *, resources: Resources | None = None, progress: AnyProgress | None = None) -> Report:
+def verify(
+    source: Checkpoint,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    *,
+    resources: Resources | None = None,
+    progress: AnyProgress | None = None,
+) -> Report:
     """Check a checkpoint: the report is empty if it is complete and undamaged. Reads all of it.
 
     Checksums, replicas, coverage, suspicions; weights against their masters; files that changed meanwhile. Notes of the
-    report name the states with NaN or infinity, of values that have checksums, and zeros that may be holes.
+    report name the states with NaN or infinity, of values that have checksums, and zeros that may be holes. With
+    patterns of names, `only` and `skip`, the rest is neither read nor checked. Raises `NoMatchError`.
     """
     load_kernels()
-    source = as_stored(source)
+    source = as_stored(part_to_check(source, only, skip) if only or skip else source)
     own, scan = resources or Resources.of_machine(), FloatScan(source)
     count_bytes = count_to(nbytes_to_read(source), progress)
     zeros = holes_of(source)

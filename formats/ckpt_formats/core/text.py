@@ -53,6 +53,23 @@ def format_nbytes(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
+def format_count(count: int) -> str:
+    """A number of parameters for people: three digits from a million on, all digits below.
+
+    >>> format_count(65_536), format_count(4_053_264), format_count(999_999_999), format_count(7_241_732_096)
+    ('65,536', '4.05 M', '1.00 B', '7.24 B')
+    """
+    if count < 1_000_000:
+        return f"{count:,}"
+    scaled = float(count)
+    for unit in ("", "M", "B", "T"):
+        scaled = count / 1e6 if unit == "M" else scaled / 1e3 if unit else scaled
+        if unit and scaled < 999.5:
+            break
+    digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+    return f"{scaled:,.{digits}f} {unit}"
+
+
 def printable(name: str) -> str:
     """A name for people: control and bidirectional characters are escaped, so that no terminal executes them.
 

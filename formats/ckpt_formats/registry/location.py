@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt_formats.core.checkpoint import Checkpoint, Opened
 from ckpt_formats.core.errors import CkptError, IncompleteError, NotFoundError
 from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import Format, ReadOptions
@@ -169,6 +170,12 @@ def detect(path: Path) -> Format:
     Raises `NotFoundError`, `IncompleteError` or `UnsupportedError`.
     """
     return locate(path).format
+
+
+def format_name(checkpoint: Checkpoint) -> str:
+    """The name of the format at the checkpoint's path; `shadow` if it was not opened from files."""
+    is_opened = any(isinstance(edit, Opened) for edit in checkpoint.history)
+    return detect(checkpoint.path).name if is_opened else "shadow"
 
 
 def _of_file(path: Path) -> Format:
