@@ -48,6 +48,7 @@ COMMANDS = {
     "decompress": "ckpt_cli.commands.decompress:decompress",
     "doctor": "ckpt_cli.commands.doctor:doctor",
     "seal": "ckpt_cli.commands.seal:seal",
+    "index": "ckpt_cli.commands.index:index",
     "prune": "ckpt_cli.commands.prune:prune",
     "clean": "ckpt_cli.commands.clean:clean",
     "formats": "ckpt_cli.commands.formats:formats",

@@ -46,6 +46,7 @@ def inspect(
         checkpoints.show_run(Path(place) if isinstance(place, str) else place, inside, options, as_json, target)
         return
     checkpoint = chosen(opening(place, options)(), only, skip)
+    inspect.note_lack_of_index(checkpoint)
     if target is not None:
         from ckpt_cli.views.inspect_page import write_page
 

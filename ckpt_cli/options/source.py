@@ -42,12 +42,13 @@ anonymous = click.option(
 )
 """Noted in the context, where `ckpt_cli.reading.source_place` finds it."""
 
+_RULES = click.option(
+    "--rules",
+    type=click.Path(dir_okay=False, readable=False),
+    help="TOML file with the rules by which tensor-parallel tensors are sharded.",
+)
 _READER = (
-    click.option(
-        "--rules",
-        type=click.Path(dir_okay=False, readable=False),
-        help="TOML file with the rules by which tensor-parallel tensors are sharded.",
-    ),
+    _RULES,
     click.option(
         "--param-order",
         multiple=True,
@@ -78,6 +79,18 @@ def read_options(command: F) -> F:
         return command(*args, options=options, **arguments)
 
     return cast(F, with_options(wrapper, *_READER, group="Reading"))
+
+
+def rules_option(command: F) -> F:
+    """`--rules` alone; the command gets the rules."""
+
+    @wraps(command)
+    def wrapper(*args: Any, rules: str | None, **arguments: Any) -> Any:
+        from ckpt_cli.reading import parse_read_options
+
+        return command(*args, rules=parse_read_options(rules, (), None).rules, **arguments)
+
+    return cast(F, with_options(wrapper, _RULES))
 
 
 def place_of(path: str) -> "Path":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
+from ckpt_cli import notes
 from ckpt_cli.views import columns
 from ckpt_cli.views.file_ranges import FileRanges, SourceFiles
 from ckpt_cli.views.report import conclude, data
@@ -34,6 +35,17 @@ _MAX_FAILURES = 3
 _MAX_KINDS = 40
 _NUMBER = re.compile(r"\d+")
 _PLURALS = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "extra": "extras"}
+
+
+def note_lack_of_index(checkpoint: Checkpoint) -> None:
+    """Note that torch does not reshard a checkpoint of ranks that saved their metadata on their own."""
+    if checkpoint.format != "dcp":
+        return
+    from ckpt_formats.engines.dcp.folder import not_joined
+
+    if not_joined(one.path for one in checkpoint.files if one.role == "metadata"):
+        path = printable(str(checkpoint.path))
+        notes.note(f"each rank saved on its own: torch reshards the files after `ckpt index {path}`")
 
 
 def print_json(checkpoint: Checkpoint, place: str | Path) -> None:

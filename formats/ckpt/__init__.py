@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckpt.compare.statistics import stats
     from ckpt.copying.copy import Copy, copy
     from ckpt.copying.follow import follow_copy, update_copy
+    from ckpt.copying.rank_index import index
     from ckpt.copying.sealing import seal
     from ckpt.findings import verify
     from ckpt.following.follower import Follower
@@ -74,6 +75,7 @@ _NAMES = {
         "follow_copy",
         "update_copy",
     ),
+    "ckpt.copying.rank_index": ("index",),
     "ckpt.copying.sealing": ("seal",),
     "ckpt.findings": ("verify",),
     "ckpt.compare.fitting": ("check",),
@@ -167,6 +169,7 @@ __all__ = [
     "ext",
     "follow_copy",
     "from_state_dict",
+    "index",
     "merge",
     "merge_lora",
     "open",

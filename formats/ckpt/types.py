@@ -8,6 +8,7 @@ from ckpt.compare.fitting import Fit
 from ckpt.compare.fitting.fit import Reshaped, Retyped
 from ckpt.compare.statistics import Figures, Stats, TensorStats
 from ckpt.copying.follow import CopyUpdate
+from ckpt.copying.rank_index import IndexedRanks
 from ckpt.copying.sealing import Sealed
 from ckpt.copying.selection import ChosenFile
 from ckpt.findings.report import Finding, Report
@@ -63,6 +64,7 @@ __all__ = [
     "Group",
     "Histogram",
     "Identity",
+    "IndexedRanks",
     "Latest",
     "LogMirror",
     "LoggedSteps",

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -30,7 +29,7 @@ from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Record
 from ckpt_formats.engines.dcp.metadata import FORMS, ItemRange, MetadataReader, read_metadata
 from ckpt_formats.registry.opening import open_checkpoint
-from dcp_states import save
+from dcp_states import by_rank
 from durations import slowness
 from held import folder
 
@@ -157,23 +156,6 @@ def test_a_memo_that_numbers_itself_is_understood() -> None:
     assert load_pickle(chunk, "x", FORMS).state == {"offsets": (1,), "sizes": (1,)}
     with pytest.raises(CkptError):
         load_pickle(b"\x80\x04K\x05\x94g-1\n.", "x", FORMS)
-
-
-class RankWriter(FileSystemWriter):
-    """Saves as one of several ranks that do not talk to each other."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        super().__init__(folder, sync_files=False)
-        self.as_rank = rank
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        super().set_up_storage_writer(is_coordinator, rank=self.as_rank, use_collectives=False)
-
-
-def by_rank(at: Path, *states: dict[str, Any]) -> Path:
-    for rank, state in enumerate(states):
-        save(state, at, writer=RankWriter(at, rank))
-    return at
 
 
 def test_metadata_joins_those_of_each_rank(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ ODD: dict[str, Odd] = {
     "no arguments": Odd("convert", 2, ("SOURCE", "ckpt convert --help")),
     "a folder without checkpoints": Odd("latest EMPTY", 10, ("EMPTY", "holds no checkpoint", "Name the folder")),
     "a wrong rule of what to keep": Odd("prune damaged --keep newest:3", 2, ("last:N", "newest:3")),
+    "no files of ranks": Odd("index a.pt", 22, ("a.pt", "format torch", "ckpt convert a.pt TARGET --to dcp")),
     "a chain that has a retention": Odd("prune run.chain --keep last:3", 2, ("run.chain", "ckpt compact")),
     "nothing to copy": Odd("copy gone x", 10, ("gone",)),
     "no target": Odd("convert a.pt", 2, ("TARGET", "SOURCE TARGET")),

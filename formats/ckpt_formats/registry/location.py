@@ -91,8 +91,12 @@ def checkpoints_in(path: Path) -> list[Path]:
     if format is not None and format.name != "dcp" and not has_pointer(path):
         return []
     inside = all_inside(path, is_checkpoint)
-    is_one = format is not None and format.name == "dcp" and not share_prefix(inside)  # a pair of folders is one
-    return [] if is_one else inside
+    if format is not None and format.name == "dcp":
+        from ckpt_formats.engines.dcp.folder import rank_folders
+
+        if not share_prefix(inside) or rank_folders(path):  # a pair of folders is one, and so are those of ranks
+            return []
+    return inside
 
 
 _RLLIB, _POLICIES = "rllib_checkpoint.json", "policies"

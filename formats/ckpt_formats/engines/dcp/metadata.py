@@ -75,6 +75,16 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class EmptyBlock:
+    """A block without elements, which has an item all the same: some ranks have no rows of a tensor."""
+
+    name: str
+    start: Shape
+    shape: Shape
+    item: ItemRange
+
+
+@dataclass(frozen=True, slots=True)
 class Metadata:
     """The checked content of `.metadata`. All files are inside of the checkpoint's folder."""
 
@@ -84,6 +94,7 @@ class Metadata:
     files: tuple[str, ...]
     """All files that it names, also files with only empty shards."""
     items: Collection[ItemRange]
+    empty: Sequence[EmptyBlock] = ()
     notices: tuple[Notice, ...] = ()
     nesting: tuple[Notice, ...] = ()
     """Notices on how paths were derived. Only readers that use the paths report them."""
@@ -114,8 +125,8 @@ def _split_names(names: Sequence[str], tensors: Collection[str]) -> dict[str, St
     return {name: (head, rest) if head in heads and rest else (name,) for name, (head, _, rest) in parts.items()}
 
 
-_Blocks: TypeAlias = tuple[DType, Shape, list[tuple[Shape, Box | None]]]
-"""Type and shape of a tensor; of each block the offsets, and the box unless it is empty."""
+_Blocks: TypeAlias = tuple[DType, Shape, list[tuple[Shape, Shape, Box | None]]]
+"""Type and shape of a tensor; of each block the offsets, the lengths, and the box unless it is empty."""
 
 
 class MetadataReader:
@@ -126,6 +137,7 @@ class MetadataReader:
         self._files: dict[str, str] = {}
         self._checked: dict[int, _Blocks] = {}
         """By the ids of entries."""
+        self._empty: list[EmptyBlock] = []
         self._unlisted: set[Key] = set()
         """Blocks and objects that have an item, but were not yet seen in the lists of tensors and objects."""
 
@@ -168,7 +180,8 @@ class MetadataReader:
         if version not in (None, _VERSION):
             text = f"the metadata are of version {printable(str(version))[:20]}, which is not known: read as {_VERSION}"
             notices = (Notice(text, weight=Weight.UNSURE),)
-        return Metadata(tensors, objects, paths, tuple(self._files), items.values(), notices, nesting)
+        files, empty = tuple(self._files), tuple(self._empty)
+        return Metadata(tensors, objects, paths, files, items.values(), empty, notices, nesting)
 
     def _items(self, storage: Mapping[Value, Value]) -> dict[Key, ItemRange]:
         items: dict[Key, ItemRange] = {}
@@ -203,11 +216,13 @@ class MetadataReader:
                 self._checked[id(entry)] = checked
         dtype, shape, boxes = checked
         blocks = []
-        for start, box in boxes:
+        for start, lengths, box in boxes:
             key = name, start
             self._unlisted.discard(key)
             if box is not None:
                 blocks.append((box, items.get(key)))
+            elif (item := items.get(key)) is not None:
+                self._empty.append(EmptyBlock(name, start, lengths, item))
         return StoredTensor(dtype, shape, tuple(blocks))
 
     def _blocks(self, name: str, entry: Record | CompactRecord) -> _Blocks:
@@ -219,7 +234,7 @@ class MetadataReader:
         dtype = self._dtype(name, properties)
         if not _is_shape(shape) or type(chunks) is not (tuple if type(entry) is CompactRecord else list):
             raise self._corrupt(f"tensor `{printable(name)}` has an impossible shape")
-        boxes: list[tuple[Shape, Box | None]] = []
+        boxes: list[tuple[Shape, Shape, Box | None]] = []
         for chunk in chunks:
             if type(chunk) is CompactRecord and chunk[0] == "ChunkStorageMetadata":
                 offsets, sizes = chunk[1], chunk[2]
@@ -230,7 +245,7 @@ class MetadataReader:
             if len(offsets) != len(shape) or len(sizes) != len(shape):
                 raise self._corrupt(f"a block of tensor `{printable(name)}` has {len(offsets)} axes, not {len(shape)}")
             start = tuple(offsets)
-            boxes.append((start, None if 0 in sizes else Box(start, tuple(map(add, start, sizes)))))
+            boxes.append((start, sizes, None if 0 in sizes else Box(start, tuple(map(add, start, sizes)))))
         return dtype, tuple(shape), boxes
 
     def _dtype(self, name: str, properties: Value) -> DType:

@@ -32,6 +32,7 @@ PAIR = "pair"
 """Key in the layout of an origin: model and optimizer have a folder each."""
 RANKS = "ranks"
 """Key in the extras: values that ranks saved separately."""
+DIFFERING = Notice(f"ranks saved different values under the same keys: carried under `{RANKS}`")
 _COPIES = ("replicated", "averaged", "first")
 """Rules for complete copies. The other rules describe shards, whose blocks the metadata state."""
 
@@ -89,7 +90,7 @@ def _checkpoint(path: Path, options: ReadOptions) -> Checkpoint:
     )
 
 
-def _complete(path: Path, options: ReadOptions) -> tuple[FoundFolders, list["_FolderContent"]]:
+def _complete(path: Path, options: ReadOptions) -> tuple[FoundFolders, list["FolderContent"]]:
     """The folders of a checkpoint, and their contents: of several steps, the newest of which no file is missing."""
     incomplete: dict[Path, IncompleteError] = {}
     while True:
@@ -98,7 +99,8 @@ def _complete(path: Path, options: ReadOptions) -> tuple[FoundFolders, list["_Fo
         except IncompleteError as error:
             raise next(iter(incomplete.values()), error) from None
         try:
-            return folders, [_read(member, options.rules, options.missing_files) for member in folders.members]
+            members = [(member, metadata_of(member)) for member in folders.members]
+            return folders, [read_folder(*member, options.rules, options.missing_files) for member in members]
         except IncompleteError as error:
             if folders.chosen is None or options.missing_files:
                 raise
@@ -106,29 +108,46 @@ def _complete(path: Path, options: ReadOptions) -> tuple[FoundFolders, list["_Fo
 
 
 @dataclass
-class _FolderContent:
+class FolderContent:
     """The content of one folder."""
 
     tree: dict[str, Value]
     ranks: frozenset[int]
     shards: tuple[SourceFile, ...]
+    by_rank: Sequence[Metadata]
+    tensors: Mapping[str, Tensor]
+    differing: Mapping[str, Mapping[str, Value]]
+    """By rank, the objects that it saved otherwise than the first one that has them."""
+    key_of_differing: str = RANKS
+    """The key in `tree` under which they are carried."""
     blocks: list[ItemBlob] = field(default_factory=list)
     seals: list[Seal] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
 
 
-def _read(member: MetadataFolder, rules: Sequence[Rule], missing_files: bool) -> _FolderContent:
+def metadata_of(member: MetadataFolder) -> list[Metadata]:
+    """The metadata of each rank that saved its own, else those of all. Raises a subclass of `CkptError`."""
+    return [_within(read_metadata(path), path.parent, member.folder) for path in member.metadata]
+
+
+def read_folder(
+    member: MetadataFolder, by_rank: Sequence[Metadata], rules: Sequence[Rule] = (), missing_files: bool = False
+) -> FolderContent:
+    """The content of one folder. Raises a subclass of `CkptError`; with `missing_files`, not if some are missing."""
     folder = member.folder
-    by_rank = [read_metadata(path) for path in member.metadata]
     _check_engine(folder, by_rank)
     sizes = _sizes(folder, by_rank, missing_files)
     ranks = frozenset(rank for file in sizes if (rank := rank_of(Path(file).name)) is not None)
-    shards = [SourceFile(path, path.stat().st_size, "metadata") for path in member.metadata]
+    index = () if member.index is None else (member.index,)
+    shards = [SourceFile(path, path.stat().st_size, "metadata") for path in (*member.metadata, *index)]
     shards += [SourceFile(folder / file, size, "data", _rank(file)) for file, size in sizes.items()]
-    part = _FolderContent({}, ranks, tuple(shards))
     items = ItemReader(folder, [metadata.items for metadata in by_rank])
-    values: dict[str, Value] = dict(_tensors(by_rank, items, part.blocks, rules))
-    differing = _objects(by_rank, items, values, part.seals)
+    blocks, seals = list[ItemBlob](), list[Seal]()
+    tensors = dict(_tensors(by_rank, items, blocks, rules))
+    values: dict[str, Value] = {**tensors}
+    differing = _objects(by_rank, items, values, seals)
+    ranks = ranks | frozenset(range(len(by_rank))) if len(by_rank) > 1 else ranks
+    part = FolderContent({}, ranks, tuple(shards), by_rank, tensors, differing, blocks=blocks, seals=seals)
     paths: dict[str, Steps] = {}
     for metadata in by_rank:
         paths |= metadata.paths
@@ -136,12 +155,22 @@ def _read(member: MetadataFolder, rules: Sequence[Rule], missing_files: bool) ->
     part.notices += unnamed_bytes(folder, sizes, [item for metadata in by_rank for item in metadata.items])
     part.tree = nested(values, paths, folder)
     if differing:
-        part.tree[next(key for key in candidate_names(RANKS) if key not in part.tree)] = differing
-        part.notices.append(Notice(f"ranks saved different values under the same keys: carried under `{RANKS}`"))
+        part.key_of_differing = next(key for key in candidate_names(RANKS) if key not in part.tree)
+        part.tree[part.key_of_differing] = {rank: dict(own) for rank, own in differing.items()}
+        part.notices.append(DIFFERING)
     if stale := [*member.stale_files, *stale_files(folder, sizes)]:
         text = f"{printable(folder.name)} has files of another save, which no metadata name"
         part.notices.append(Notice(text, tuple(stale), Weight.UNSURE))
     return part
+
+
+def _within(metadata: Metadata, own: Path, folder: Path) -> Metadata:
+    """The metadata of a rank; if they are in a folder of its own, their files are named from the checkpoint's."""
+    if own == folder:
+        return metadata
+    for item in metadata.items:
+        item.file = f"{own.name}/{item.file}"
+    return replace(metadata, files=tuple(f"{own.name}/{file}" for file in metadata.files))
 
 
 def _check_engine(folder: Path, by_rank: Sequence[Metadata]) -> None:
@@ -221,6 +250,9 @@ def _objects(
         for name, item in metadata.objects.items():
             if name in first and objects.same(first[name], item):
                 continue
+            if name in values and name not in first:
+                what = f"`{printable(name)}` is a tensor on one rank, and none on rank {rank}"
+                raise CorruptError(what, where=items.folder)
             result = objects.read(name, item)
             if result.raw:
                 check_between(item, metadata.items, items.folder)

@@ -3,8 +3,9 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
@@ -18,7 +19,7 @@ from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Global, Record, Size, Value
 from ckpt_formats.engines.dcp.entries import Entry, EntryLayouts, ItemsContent
 from ckpt_formats.engines.dcp.folder import DRAFT, METADATA
-from ckpt_formats.engines.dcp.metadata import MODULE, STORAGE_MODULE
+from ckpt_formats.engines.dcp.metadata import MODULE, STORAGE_MODULE, Steps
 
 VERSION = "1.0.0"
 """The version of the metadata, as PyTorch 2.9 and later write it."""
@@ -60,8 +61,8 @@ def _join_small(stream: Iterable[bytes | memoryview]) -> Iterator[bytes | memory
     yield bytes(buffer)
 
 
-def _item_json(entry: Entry, at: int, nbytes: int) -> list[Any]:
-    """An item as JSON: number, name, path, offset, length; for tensors also type, shape, chunk, offsets and sizes."""
+def _item_json(entry: Entry, at: int, nbytes: int) -> "Item":
+    """An item of a file, at an offset."""
     item = [entry.number, entry.name, list(entry.path), at, nbytes]
     if entry.box is None:
         return item
@@ -79,26 +80,59 @@ def write_metadata(folder: Path, receipts: Sequence[Receipt], *, named: bool = T
     With `named`, names are paths in a state dict, and the paths are saved as the planner's data.
     Not all planners save such data.
     """
-    folders: dict[Path, list[Receipt]] = {}
+    folders: dict[Path, list[tuple[str, Item]]] = {}
     for receipt in receipts:
-        folders.setdefault((folder / receipt.file).parent, []).append(receipt)
-    for one, members in folders.items():
-        with gc_paused():
-            data = emit(_metadata(members, named), protocol=4)
-        with (one / DRAFT).open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        file = folder / receipt.file
+        folders.setdefault(file.parent, []).extend((file.name, item) for item in receipt.entry["items"])
+    for one, items in folders.items():
+        data = metadata_bytes(items, named=named)
+        with (one / DRAFT).open("wb") as draft:
+            draft.write(data)
+            draft.flush()
+            os.fsync(draft.fileno())
         os.replace(one / DRAFT, one / METADATA)
 
 
-def _metadata(receipts: Iterable[Receipt], named: bool) -> Record:
-    items = [(Path(receipt.file).name, item) for receipt in receipts for item in receipt.entry["items"]]
-    items.sort(key=lambda item: (item[1][0], item[1][7:8]))
+Item = list[Any]
+"""An item as JSON: number, name, path, offset, length; for tensors also type, shape, chunk, offsets and sizes."""
+
+
+def metadata_bytes(
+    items: Iterable[tuple[str, Item]],
+    *,
+    named: bool = True,
+    empty: Iterable[tuple[str, Steps, str, Shape]] = (),
+    transforms: Mapping[tuple[str, int], Sequence[str]] = MappingProxyType({}),
+    save_id: str | None = None,
+) -> bytes:
+    """The `.metadata` of items in files.
+
+    Args:
+        items: The file of each item, and the item.
+        named: As in `write_metadata`.
+        empty: Tensors without elements, which may have no items: names, paths, types and shapes.
+        transforms: By file and offset, what a reader reverses of an item's bytes, such as a compression.
+        save_id: What identifies the save; else it follows from the items.
+    """
+    with gc_paused():
+        return emit(_metadata(items, named, empty, transforms, save_id), protocol=4)
+
+
+def _metadata(
+    unsorted: Iterable[tuple[str, Item]],
+    named: bool,
+    empty: Iterable[tuple[str, Steps, str, Shape]],
+    transforms: Mapping[tuple[str, int], Sequence[str]],
+    save_id: str | None,
+) -> Record:
+    items = sorted(unsorted, key=lambda item: (item[1][0], item[1][7:8]))
     entries: dict[str, Value] = {}
     chunks: dict[str, list[Value]] = {}
     paths: dict[str, Value] = {}
     places: dict[Value, Value] = {}
+    for name, steps, dtype, shape in empty:
+        paths[name], chunks[name] = tuple(steps), []
+        entries[name] = _TENSORS[dtype].fill(Size(shape), chunks[name])
     for file, (_, name, path, at, nbytes, *tensor) in items:
         paths[name] = tuple(path)
         if tensor:
@@ -111,8 +145,16 @@ def _metadata(receipts: Iterable[Receipt], named: bool) -> Record:
         else:
             entries[name] = _object("BytesStorageMetadata", {})
             index = _OBJECT_INDEX.fill(name)
-        places[index] = _PLACE.fill(file, at, nbytes)
-    meta: dict[str, Value] = {"checkpoint_id": None, "save_id": _id(items), "load_id": None, "modules": []}
+        transformed = transforms.get((file, at))
+        places[index] = (
+            _PLACE.fill(file, at, nbytes) if transformed is None else _transformed(file, at, nbytes, transformed)
+        )
+    meta: dict[str, Value] = {
+        "checkpoint_id": None,
+        "save_id": save_id or _id(items),
+        "load_id": None,
+        "modules": [],
+    }
     return _object(
         "Metadata",
         {
@@ -123,6 +165,12 @@ def _metadata(receipts: Iterable[Receipt], named: bool) -> Record:
             "version": VERSION,
         },
     )
+
+
+def _transformed(file: str, at: int, nbytes: int, transforms: Sequence[str]) -> Record:
+    """The place of an item whose bytes were transformed."""
+    place = {"relative_path": file, "offset": at, "length": nbytes, "transform_descriptors": list(transforms)}
+    return _object("_StorageInfo", place, STORAGE_MODULE)
 
 
 def _object(name: str, state: Value, module: str = MODULE) -> Record:
@@ -152,7 +200,7 @@ _PLACE = Template(
 )
 
 
-def _id(items: Sequence[tuple[str, Any]]) -> str:
+def _id(items: Sequence[tuple[str, Item]]) -> str:
     """An identifier of the save. PyTorch's is random; that of ckpt is the same for the same checkpoint."""
     digest = hashlib.blake2b(json.dumps(items).encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return str(UUID(bytes=digest, version=4))
