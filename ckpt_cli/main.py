@@ -16,7 +16,7 @@ from ckpt_cli.options.command import help_text
 from ckpt_cli.options.groups import TerminalContext
 from ckpt_cli.views.exit_codes import USAGE, exit_code, kind_of
 from ckpt_formats.core.errors import CkptError, NotFoundError, OutputError
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.core.version import VERSION
 
 COMMANDS = {
@@ -341,7 +341,14 @@ def _print_json(code: int, kind: str, message: str, where: str | None, hint: str
 
 def _report_interrupt(error: BaseException | None) -> int:
     code = TERMINATED if error is not None and signal.SIGTERM in error.args else INTERRUPTED
-    message = "no incomplete target is left; run the same command again to continue"
+    message = "run the same command again"
+    if "ckpt.pipeline.interrupts" in sys.modules:  # only a command that can be continued has imported it
+        from ckpt.pipeline.interrupts import JobInterrupted
+
+        if isinstance(error, JobInterrupted):
+            message = f"run the same command again to continue, or {_clean(error.clean_command)} to give up"
+            if error.nbytes:
+                message = f"{format_nbytes(error.nbytes)} are kept in {_clean(error.where)}: {message}"
     click.echo(f"interrupted: {message}", err=True)
     _print_json(code, "interrupted", message, None, None)
     return code

@@ -43,6 +43,12 @@ def note(*notices: Notice | str, weight: Weight = Weight.INFO) -> None:
         _notes.taken.setdefault(notice if isinstance(notice, Notice) else Notice(notice, weight=weight))
 
 
+def withdraw(begin: str) -> None:
+    """Forget the notes that begin with this text and are not printed yet: what the command does makes them untrue."""
+    for notice in [one for one in _notes.taken if one.text.startswith(begin) and one not in _notes.shown]:
+        del _notes.taken[notice]
+
+
 def is_verbose() -> bool:
     """Does the user want to see all names?"""
     return _notes.verbose

@@ -139,8 +139,8 @@ def _show(written: AppendResult, target: Path, as_json: bool) -> None:
         )
     if accepted is not None:
         report.conclude(f"evaluated: loss {accepted.loss:.6g}, of the exact state {accepted.exact:.6g}")
-    resumed = f", {result.resumed} files of them by an earlier run" if result.resumed else ""
-    report.conclude(f"wrote {result.files} file{'s' * (result.files != 1)} in {result.seconds:.1f} s{resumed}")
+    resumed = f"; {format_nbytes(result.resumed_nbytes)} of it by an earlier run" if result.resumed else ""
+    report.conclude(f"wrote {report.file_count(result.files)} in {result.seconds:.1f} s{resumed}")
 
 
 def _accepted_json(accepted: AcceptedStep) -> dict[str, float]:

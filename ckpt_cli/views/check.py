@@ -11,7 +11,7 @@ from ckpt_cli import notes
 from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import counted, printable
 
 
 def show(checkpoint: Checkpoint, like: str, model: Any, top: int, as_json: bool) -> bool:
@@ -27,7 +27,7 @@ def show(checkpoint: Checkpoint, like: str, model: Any, top: int, as_json: bool)
         click.echo(f"{'':>10}  and {len(lines) - top:,} more (--top 0 shows all)")
     if fit.renamings:
         notes.flush()
-        after = "everything fits" if not fit.misfits_after else f"{_count(fit.misfits_after, 'name')} would not fit"
+        after = "everything fits" if not fit.misfits_after else f"{counted(fit.misfits_after, 'name')} would not fit"
         click.echo(f"with these options of `ckpt convert`, {after}: {_options(fit)}")
     conclude(_verdict(fit))
     return fit.ok
@@ -45,17 +45,13 @@ def _lines(fit: Fit) -> Iterator[str]:
 
 
 def _verdict(fit: Fit) -> str:
-    typed = f", {_count(len(fit.retyped), 'tensor')} of another type" if fit.retyped else ""
-    tied = f", {_count(len(fit.tied), 'tied name')} left out" if fit.tied else ""
+    typed = f", {counted(len(fit.retyped), 'tensor')} of another type" if fit.retyped else ""
+    tied = f", {counted(len(fit.tied), 'tied name')} left out" if fit.tied else ""
     if fit.ok:
-        return f"fits: {_count(fit.fitting, 'tensor')}{tied}{typed}"
+        return f"fits: {counted(fit.fitting, 'tensor')}{tied}{typed}"
     kinds = {"missing": fit.missing, "unexpected": fit.unexpected, "of other shapes": fit.reshaped}
     counts = ", ".join(f"{len(names):,} {kind}" for kind, names in kinds.items() if names)
-    return f"does not fit: {counts}; {_count(fit.fitting, 'tensor')} would fit{typed}"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    return f"does not fit: {counts}; {counted(fit.fitting, 'tensor')} would fit{typed}"
 
 
 def _shape(shape: Shape) -> str:

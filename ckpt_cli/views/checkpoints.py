@@ -24,7 +24,7 @@ from ckpt_formats.core.state_table import ROLES
 from ckpt_formats.core.text import format_count, format_nbytes, printable
 from ckpt_formats.registry.location import format_name, locate
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.registry.parents import named_by_pointer
+from ckpt_formats.registry.parents import named_by_pointer, pointer_in
 
 _OF_THE_MODEL = tuple(ROLES.index(role) for role in ("parameter", "frozen"))
 _SCRIPTS = ("charts", "listing", "run")
@@ -51,7 +51,7 @@ class Row:
     nbytes: int | None = None
     """Bytes of its files."""
     problem: str | None = None
-    """Why it is not whole; None if its headers agree."""
+    """Why it is incomplete; None if its headers agree."""
     error: CkptError | None = None
     """Why it cannot be opened."""
 
@@ -110,17 +110,25 @@ def show_run(run: Path, inside: Sequence[Path], options: ReadOptions, as_json: b
         data(facts)
         return
     click.echo(f"{printable(str(run))}: {len(rows)} checkpoints")
-    named = (("latest", latest), ("newest whole", newest_whole))
+    named = (("latest", latest), ("newest complete", newest_whole))
     marks = [", ".join(mark for mark, path in named if path == own) for own in inside]
     _show_run_rows(rows, marks)
-    if latest is not None and latest not in (meant, newest_whole):
-        else_read = "" if newest_whole is None else f"; the newest whole one is {printable(str(newest_whole))}"
-        conclude(f"a file says that {printable(latest.name)} is the last, which is not whole{else_read}")
-    elif meant is None:
-        conclude("no file says which one is the last: commands need the path of one of them")
-    else:
-        why = " (a file in it says so)" if meant == latest else ""
-        conclude(f'"{printable(str(run))}" means {printable(meant.name)}{why}')
+    conclude(_meaning(run, meant, latest, newest_whole))
+
+
+def _meaning(run: Path, meant: Path | None, latest: Path | None, newest: Path | None) -> str:
+    """Say which checkpoint commands read if they get the folder."""
+    folder = f'"{printable(str(run))}"'
+    if latest is not None and latest not in (meant, newest):
+        instead = "" if newest is None else f"; the newest complete checkpoint is {printable(str(newest))}"
+        return f'"{pointer_in(run)}" names {printable(latest.name)}, which is incomplete{instead}'
+    if meant is None:
+        return "no file names the last one: give commands the path of one checkpoint"
+    if meant == run:
+        return f"{folder} means the model in the folder itself, not the checkpoints in it"
+    return f"{folder} means {printable(meant.name)}" + (
+        f' (the file "{pointer_in(run)}" says so)' if meant == latest else ""
+    )
 
 
 def show_several(listed: Sequence[Listed], as_json: bool, html: Path | None) -> int:

@@ -134,7 +134,7 @@ def show_result(
     if as_json:
         data({**to_json(result), **(more or {})})
         return
-    resumed = f", {result.resumed} of them by an earlier run" if result.resumed else ""
+    resumed = f"; {format_nbytes(result.resumed_nbytes)} of it by an earlier run" if result.resumed else ""
     checked = (
         f"; {result.checksums} checksums of the source match" if result.checksums else "; the source has no checksums"
     )
@@ -145,10 +145,8 @@ def show_result(
         conclude(f"wrote {format_nbytes(result.nbytes)} in {file_count(result.files)}{resumed}; {_pending(result)}")
         return
     rate = format_nbytes(result.nbytes / result.seconds) if result.seconds else "?"
-    wrote = (
-        f"wrote {printable(str(result.target))}: {format_nbytes(result.nbytes)} in {file_count(result.files)}{resumed}"
-    )
-    conclude(f"{wrote}, {result.seconds:.1f} s, {rate}/s{checked}")
+    wrote = f"wrote {printable(str(result.target))}: {format_nbytes(result.nbytes)} in {file_count(result.files)}"
+    conclude(f"{wrote}, {result.seconds:.1f} s, {rate}/s{resumed}{checked}")
 
 
 def to_json(result: Result) -> dict[str, Any]:
@@ -159,6 +157,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "nbytes": result.nbytes,
         "seconds": round(result.seconds, 3),
         "resumed_files": result.resumed,
+        "resumed_nbytes": result.resumed_nbytes,
         "checksums_verified": result.checksums,
         "status": result.status,
         **({"pending": _pending(result)} if result.status == "pending" else {}),

@@ -15,7 +15,7 @@ from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.values import Value
 
-_ADAPTER_CONFIG = "hf/adapter_config.json"
+ADAPTER_CONFIG = "hf/adapter_config.json"
 _LORA_NAME = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
 )
@@ -38,7 +38,7 @@ def adapter_config(adapter: Checkpoint) -> Mapping[str, Value]:
 
     Raises `UnsupportedError` if it has options that are not known to leave weights alone.
     """
-    config = adapter.extras.get(_ADAPTER_CONFIG)
+    config = adapter.extras.get(ADAPTER_CONFIG)
     if not isinstance(config, dict):
         raise NotFoundError(
             "there is no adapter_config.json", where=adapter.path, hint="Name the folder of a PEFT adapter."

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt.combine.adapter import BASE_LAYER, adapter_config, adapter_tensors, prefix_change
+from ckpt.combine.adapter import ADAPTER_CONFIG, BASE_LAYER, adapter_config, adapter_tensors, prefix_change
 from ckpt.combine.experts import ExpertAxes, expert_modules
 from ckpt.combine.lora_experts import merged_experts
 from ckpt.combine.lora_merge import LoraMerge
@@ -69,6 +69,12 @@ def merge_lora(
         raise InvalidArgumentError("the scale of an adapter must be finite")
     if expert_axes not in (None, "out-in", "in-out"):
         raise InvalidArgumentError("the axes of experts are out-in or in-out")
+    if ADAPTER_CONFIG in model.extras and ADAPTER_CONFIG not in adapter.extras:
+        raise InvalidArgumentError(
+            "the model is an adapter, and the adapter is none",
+            where=model.path,
+            hint="Name the model first, then its adapter.",
+        )
     config = adapter_config(adapter)
     base = model_of(model)
     base = replace(base, aliases={alias: name for alias, name in base.aliases.items() if name in base.parameters})

@@ -116,7 +116,7 @@ def _examine(
     observer = None if scan is None else scan.note
     findings = [Finding(*problem) for problem in missing_blocks(checkpoint)]
     findings += [Finding("suspicious", suspicion, str(checkpoint.path)) for suspicion in checkpoint.suspicions]
-    damaged = {finding.tensors for finding in findings}
+    damaged = {name for finding in findings for name in finding.tensors}
     findings += [Finding(*problem) for problem in contradictions(checkpoint)]
     work: list[tuple[int, _Item]] = [
         (seal.nbytes, (partial(_seal, seal, tensors, count, observer), sealed_range(seal)))
@@ -126,7 +126,7 @@ def _examine(
         (nbytes, (partial(_agreement, parameter), _compared_ranges(parameter)))
         for parameter in _with_copies(checkpoint)
         if (nbytes := _compared(parameter))
-        and (parameter.name,) not in damaged
+        and parameter.name not in damaged
         and parameter.name not in replayed.compared
     ]
     work += [

@@ -72,8 +72,8 @@ class BucketTarget(StagedTarget):
         return self.workspace
 
     @property
-    def how_to_give_up(self) -> str:
-        return f"`ckpt clean {self.path}` gives up"
+    def clean_command(self) -> str:
+        return f"`ckpt clean {self.path}`"
 
     def begin(self, job: JobNote) -> None:
         self.job = job
@@ -117,7 +117,7 @@ class BucketTarget(StagedTarget):
             if there is not None:
                 other = JobNote.from_json(there[0], f"{self.path}/.ckpt/job")
                 if other.id != job.id:
-                    raise other.refused(self.path, f"run `ckpt clean {self.path}`")
+                    raise other.refused(self.path, f"run {self.clean_command}")
                 assert self.resources.shard is not None
                 other.check_array(self.resources.shard)
             files, notes = self._look()
@@ -274,7 +274,7 @@ class BucketTarget(StagedTarget):
             raise OutputError(
                 "the store does not have this object as it has acknowledged it; or somebody else has changed it since",
                 where=self.data.where(receipt.file),
-                hint=f"Run the same command again when nobody else writes at this place; {self.how_to_give_up}.",
+                hint=f"Run the same command again when nobody else writes at this place, or {self.clean_command} to give up.",
             )
 
     def _put_file(self, name: str) -> None:

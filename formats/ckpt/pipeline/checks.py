@@ -10,10 +10,10 @@ from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedE
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import FilePlan, Plan, WritableFormat
+from ckpt_formats.core.header_problems import missing_blocks
 from ckpt_formats.core.identity import Identities, Identity
 from ckpt_formats.core.seal_checks import ListedSeals, SealChecks
 from ckpt_formats.core.seals import Seal
-from ckpt_formats.core.state_table import TabulatedParameters
 from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.version import WRITTEN_BY
 from ckpt_formats.registry.plugins import blamed_on_package, returned
@@ -57,13 +57,14 @@ def _files_of(path: Path) -> list[Path]:
 
 def check_complete(source: Checkpoint) -> None:
     """Raise `IncompleteError` if tensors have missing or overlapping parts. The error names the first of them."""
-    tensors = () if isinstance(source.parameters, TabulatedParameters) else source.tensors()
-    problems = [
-        f"`{printable(p.name)}` {state}: {problem}" for p, state, tensor in tensors for problem in tensor.problems()
-    ]
-    problems += [f"`{printable(name)}` is {printable(message)}" for name, message in source.dangling_names()]
+    problems = list(missing_blocks(source))
+    for problem in problems:
+        if problem.kind == "header":
+            raise IncompleteError(problem.what, where=problem.where, hint="Copy the file again, or take another step.")
     if problems:
-        message = list_names(problems, str, separator="; ")
+        message = list_names(
+            problems, lambda one: f"`{printable(one.tensors[0])}` {printable(one.what)}", separator="; "
+        )
         raise IncompleteError(message, where=source.path, hint="Are files of some ranks missing?")
 
 

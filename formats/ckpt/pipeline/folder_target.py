@@ -50,7 +50,7 @@ from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.own_folder import check_own, is_own, make_own
 from ckpt_formats.core.publish import FlushError, flush, flush_all, flush_or_remove, rename_new
-from ckpt_formats.core.text import PARTIAL
+from ckpt_formats.core.text import NEW, PARTIAL
 
 SHARDS = f".shards{PARTIAL}"
 """The suffix of the name of a folder of shards."""
@@ -102,8 +102,9 @@ class FolderTarget(StagedTarget):
         return self.path
 
     @property
-    def how_to_give_up(self) -> str:
-        return f"remove {self.folder} to give up"
+    def clean_command(self) -> str:
+        name = self.path.name.removeprefix(NEW)  # of a target that will replace another one
+        return f"`ckpt clean {self.path.with_name(name)}`"
 
     def begin(self, job: JobNote) -> None:
         self.job = job
@@ -145,7 +146,7 @@ class FolderTarget(StagedTarget):
                 continue
             check_own(folder, *OWN)
             if not (folder / PUBLISHED).exists():
-                raise _job_in(folder).refused(self.path, f"remove {folder}")
+                raise _job_in(folder).refused(self.path, f"run {self.clean_command}")
 
     def receipts(self, format: WritableFormat) -> dict[str, Receipt]:
         complete, places = dict[str, Receipt](), self._places()

@@ -18,6 +18,16 @@ class Interrupt(threading.Event):
     number: int = signal.SIGINT
 
 
+class JobInterrupted(KeyboardInterrupt):
+    """An interrupted job that can be continued."""
+
+    def __init__(self, numbers: tuple[object, ...], nbytes: int, where: object, clean_command: str) -> None:
+        """`numbers`: of the signal, if one came. `nbytes`: of the files that are kept, `where`. `clean_command`: the
+        command that removes them, in quotes."""
+        super().__init__(*numbers)
+        self.nbytes, self.where, self.clean_command = nbytes, str(where), clean_command
+
+
 @contextmanager
 def deferred_interrupts() -> Iterator[threading.Event]:
     """Within the context, SIGINT or SIGTERM only sets the event. A second signal ends the process, like a crash."""

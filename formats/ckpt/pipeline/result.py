@@ -19,7 +19,7 @@ class Result(Checked):
     files: Count
     nbytes: Count
     resumed: Count
-    """Files that an earlier, interrupted run wrote."""
+    """Files, or parts of a single one, that an earlier, interrupted run wrote."""
     checksums: Count
     """Checksums of the source that were verified while it was read."""
     seconds: Annotated[float, Range(0)]
@@ -36,6 +36,8 @@ class Result(Checked):
 
     left: tuple[Notice, ...] = ()
     """What could not be removed when the target was complete."""
+    resumed_nbytes: Count = 0
+    """The bytes of the files, or parts, that an earlier run wrote."""
     zeros: tuple[Notice, ...] = ()
     """Zeros in what was read that look like values that were never written."""
 

@@ -211,8 +211,8 @@ class StagedTarget(ABC):
 
     @property
     @abstractmethod
-    def how_to_give_up(self) -> str:
-        """How the user removes what an interrupted run left: part of a sentence."""
+    def clean_command(self) -> str:
+        """The command that removes what an interrupted run left, in quotes."""
 
     @abstractmethod
     def begin(self, job: JobNote) -> None:

@@ -8,7 +8,7 @@ killed, repeated, or run twice at once.
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from ckpt.pipeline import target as life
 from ckpt.pipeline.checks import identities_of, job_id, listed_seals, raise_if_damaged
 from ckpt.pipeline.evidence_text import at_paths
 from ckpt.pipeline.groups import missing_by_shard, share_of
-from ckpt.pipeline.interrupts import deferred_interrupts, raise_if_interrupted
+from ckpt.pipeline.interrupts import JobInterrupted, deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.job_note import JobNote
 from ckpt.pipeline.resources import Execution
 from ckpt.pipeline.result import Result, complete_before
@@ -74,6 +74,7 @@ def write(
         open_target(target, resources, plan.single_file) as stage,
         deferred_interrupts() as stop,
     ):
+        writing = None
         try:
             if replay is not None:
                 source, plan = replay(stage)
@@ -81,7 +82,11 @@ def write(
             if resources.executor is not None:
                 check_absolute(identities)
             work = FileWork(source, format, plan, resources, identities, listed_seals(source, format))
-            result = _Writing(work, stage, stop).run(cluster, count_bytes, show_status)
+            writing = _Writing(work, stage, stop)
+            result = writing.run(cluster, count_bytes, show_status)
+        except KeyboardInterrupt as error:
+            kept = 0 if writing is None else writing.nbytes_kept()
+            raise JobInterrupted(error.args, kept, stage.data, stage.clean_command) from error
         except CkptError as error:
             if isinstance(error, OutputError) or stage.is_shared:
                 raise
@@ -133,10 +138,10 @@ class _Writing:
         if missing := [part for part in files if part.file not in self._done]:
             if stage.is_published():
                 return complete_before(stage.path)  # and what the shards know of each other was removed
-            return self._pending(fresh, len(resumed), missing_by_shard(missing, files, self._shards()))
-        return self._finish(fresh, len(before))
+            return self._pending(fresh, resumed, missing_by_shard(missing, files, self._shards()))
+        return self._finish(fresh, before)
 
-    def _finish(self, fresh: list[Receipt], resumed: int) -> Result:
+    def _finish(self, fresh: list[Receipt], resumed: Collection[str]) -> Result:
         """Verify, commit and publish, if no other shard does so."""
         work, stage = self._work, self._stage
         receipts = [self._done[part.file] for part in work.plan.files]
@@ -167,19 +172,38 @@ class _Writing:
             listed_again(stage.path),
             1 if work.plan.single_file else len(receipts),
             sum(receipt.nbytes for receipt in receipts),
-            resumed,
+            len(resumed),
             len(self._checks),
             0.0,
             changed=changed,
             left=stage.notices,
+            resumed_nbytes=self._nbytes(resumed),
             zeros=zeros,
         )
 
-    def _pending(self, fresh: list[Receipt], resumed: int, missing: dict[int, tuple[str, ...]]) -> Result:
+    def nbytes_kept(self) -> int:
+        """The bytes of all files that are there: an interrupted run leaves them to the next one."""
+        return self._nbytes(self._done)
+
+    def _nbytes(self, files: Iterable[str]) -> int:
+        return sum(self._done[file].nbytes for file in files)
+
+    def _pending(self, fresh: list[Receipt], resumed: Collection[str], missing: dict[int, tuple[str, ...]]) -> Result:
         """The result of a shard while the target is not published."""
         nbytes = sum(receipt.nbytes for receipt in fresh)
         changed = totals(change for receipt in fresh for change in receipt.changes)
-        return Result(self._stage.path, len(fresh), nbytes, resumed, 0, 0.0, "pending", missing, changed=changed)
+        return Result(
+            self._stage.path,
+            len(fresh),
+            nbytes,
+            len(resumed),
+            0,
+            0.0,
+            "pending",
+            missing,
+            changed=changed,
+            resumed_nbytes=self._nbytes(resumed),
+        )
 
     def _shards(self) -> int:
         """The number of shards. Raises `IncompleteError` if this process only publishes."""
@@ -213,7 +237,7 @@ def _system_error(error: OSError, stage: StagedTarget, identities: Identities) -
 
 
 def _output_error(error: OSError, stage: StagedTarget) -> OutputError:
-    resume = f"Run the same command again to go on; {stage.how_to_give_up}."
+    resume = f"Run the same command again to continue, or {stage.clean_command} to give up."
     if error.errno in FULL:
         return NoSpaceError("no space left on the disk", where=stage.disk, hint=f"Free some. {resume}")
     if isinstance(error, FlushError):

@@ -431,8 +431,8 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
         """Names that are referred to and that no parameter has: pairs of the name and what refers to it, as text."""
         for alias, name in self.aliases.items():
             if name not in self.parameters:
-                yield alias, f"tied to `{name}`, which is not there"
+                yield alias, f"is tied to `{name}`, which the checkpoint does not have"
         for i, group in enumerate(self.groups):
             for name in group.names:
                 if name not in self.parameters:
-                    yield name, f"in optimizer group {i}, but not there"
+                    yield name, f"is in optimizer group {i}, but not in the checkpoint"

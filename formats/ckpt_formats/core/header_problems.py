@@ -1,12 +1,14 @@
 """What headers say is wrong with a checkpoint, without reading a tensor."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.seals import SealTable
 from ckpt_formats.core.state_table import TabulatedParameters
+from ckpt_formats.core.tensor import FileProblem, cut_short
+from ckpt_formats.core.text import counted
 
 
 class HeaderProblem(NamedTuple):
@@ -28,11 +30,17 @@ def header_problems(checkpoint: Checkpoint) -> Iterator[HeaderProblem]:
 
 
 def missing_blocks(checkpoint: Checkpoint) -> Iterator[HeaderProblem]:
-    """Yield a problem for each tensor that is not covered exactly once, and for each name that nothing has."""
+    """Yield a problem for each tensor that is not covered exactly once, each file that is cut short, and each name that
+    nothing has."""
     tensors = () if isinstance(checkpoint.parameters, TabulatedParameters) else checkpoint.tensors()
+    of_files: dict[FileProblem, dict[str, None]] = {}
     for parameter, state, tensor in tensors:
         for problem in tensor.problems():
-            yield HeaderProblem("coverage", f"{state}: {problem}", str(checkpoint.path), (parameter.name,))
+            if isinstance(problem, FileProblem):
+                of_files.setdefault(problem, {})[parameter.name] = None
+            else:
+                yield HeaderProblem("coverage", f"{state}: {problem}", str(checkpoint.path), (parameter.name,))
+    yield from _of_files(of_files)
     for name, message in checkpoint.dangling_names():
         yield HeaderProblem("coverage", message, str(checkpoint.path), (name,))
 
@@ -56,6 +64,12 @@ def _cut_short(checkpoint: Checkpoint) -> Iterator[HeaderProblem]:
             ends[raw.path] = max(ends.get(raw.path, 0), raw.offset + raw.span)
             if raw.offset + raw.span > sizes.get(raw.path, raw.offset + raw.span):
                 names.setdefault(raw.path, {})[parameter.name] = None
-    for path, own in names.items():
-        what = f"ends at byte {sizes[path]}, but its tensors end at byte {ends[path]}"
-        yield HeaderProblem("header", what, str(path), tuple(own))
+    yield from _of_files({cut_short(path, sizes[path], ends[path]): own for path, own in names.items()})
+
+
+def _of_files(problems: Mapping[FileProblem, Collection[str]]) -> Iterator[HeaderProblem]:
+    """Yield one problem for each file, whatever the number of tensors that it affects."""
+    for problem, names in problems.items():
+        yield HeaderProblem(
+            "header", f"{problem}; {counted(len(names), 'parameter')} affected", str(problem.path), tuple(names)
+        )

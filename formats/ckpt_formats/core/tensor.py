@@ -79,6 +79,23 @@ class Blob(ABC):
             yield from part.problems()
 
 
+class FileProblem(str):
+    """What is wrong with a whole file: the same words for each tensor that has values in it."""
+
+    __slots__ = ("path",)
+    path: Path
+
+    def __new__(cls, text: str, path: Path) -> "FileProblem":
+        problem = super().__new__(cls, text)
+        problem.path = path
+        return problem
+
+
+def cut_short(path: Path, nbytes: int, expected: int) -> FileProblem:
+    """The problem of a file that has only `nbytes` of its `expected` bytes."""
+    return FileProblem(f"the file is cut short: {nbytes:,} bytes, {expected:,} expected", path)
+
+
 class BlockBlob(Blob):
     """A block of something larger: a subclass is a frozen dataclass with a field `box`, the block."""
 

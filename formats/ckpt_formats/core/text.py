@@ -105,6 +105,15 @@ def list_names(
     return separator.join(map(form, islice(names, max_count))) + more
 
 
+def counted(count: int, noun: str) -> str:
+    """How many of something, in words.
+
+    >>> counted(1, "tensor"), counted(2000, "tensor")
+    ('1 tensor', '2,000 tensors')
+    """
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def folded(line: str, room: int) -> Iterator[str]:
     """A line as lines of at most `room` characters, broken at spaces only; what follows is indented further.
 

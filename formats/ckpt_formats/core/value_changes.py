@@ -15,7 +15,7 @@ from ckpt_formats.core.dtypes import DType, is_float
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.notices import MAX_NAMES, Notice, Weight
-from ckpt_formats.core.text import list_names, printable
+from ckpt_formats.core.text import counted, list_names, printable
 
 Array = np.ndarray[Any, DType]
 _INFINITIES = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF << 52}
@@ -181,18 +181,15 @@ def notices(tensors: Sequence[ChangedTensor]) -> Iterator[Notice]:
         for kind, text in _TEXTS.items():
             counts = {one.name: getattr(one, kind) for one in tensors if one.dtype == dtype and getattr(one, kind)}
             if counts:
-                head = (
-                    _counted(sum(counts.values()), "value", "values")
-                    + " of "
-                    + _counted(len(counts), "tensor", "tensors")
-                )
+                total = sum(counts.values())
+                head = f"{counted(total, 'value')} of {counted(len(counts), 'tensor')} {'is' if total == 1 else 'are'}"
                 names = tuple(f"{name} ({count:,})" for name, count in counts.items())
                 yield Notice(f"{head} {text.format(dtype)}", names, Weight.LOST)
 
 
 _TEXTS = {
-    "overflows": "too large for {}: now infinite or NaN",
-    "underflows": "too small for {}: now zero",
+    "overflows": "too large for {} and became infinite or NaN",
+    "underflows": "too small for {} and became zero",
     "not_finite": "NaN or infinite in the result",
 }
 
@@ -202,13 +199,9 @@ def check_allowed(tensors: Sequence[ChangedTensor]) -> None:
     refused = [one for one in tensors if one.refused and one.overflows]
     if refused:
         names = list_names(refused, lambda one: f"{printable(one.name)} ({one.overflows:,})", MAX_NAMES)
-        count = _counted(sum(one.overflows for one in refused), "value is", "values are")
+        total = sum(one.overflows for one in refused)
         raise UnsupportedError(
-            f"{count} too large for {refused[0].dtype} and would become infinite or NaN: {names}",
+            f"{counted(total, 'value')} {'is' if total == 1 else 'are'} too large for {refused[0].dtype} and would become infinite or NaN: {names}",
             hint="Take a type with a larger range, such as bf16. --allow-overflow, or cast(..., allow_overflow=True), "
-            "writes them all the same.",
+            "writes them as infinite or NaN.",
         )
-
-
-def _counted(count: int, one: str, several: str) -> str:
-    return f"{count:,} {one if count == 1 else several}"

@@ -82,7 +82,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     try:
         format = _of_folder(path)
     except CkptError:
-        return []
+        return _steps_beside_files(path)
     if format is not None and format.files_are_checkpoints:
         if files := _models_in(path, format):
             return sort_by_age([*files, *all_inside(path, is_checkpoint)])
@@ -97,6 +97,15 @@ def checkpoints_in(path: Path) -> list[Path]:
         if not share_prefix(inside) or rank_folders(path):  # a pair of folders is one, and so are those of ranks
             return []
     return inside
+
+
+def _steps_beside_files(path: Path) -> list[Path]:
+    """The steps of a run whose pointer is missing or damaged, and a file of weights beside them; else none."""
+    steps = [one for one in all_inside(path, is_checkpoint) if STEP.fullmatch(one.name)]
+    format = _first(path) if steps else None
+    if format is None or not format.files_are_checkpoints:
+        return []
+    return [*filter(None, [_stray_file(path, format)]), *steps]
 
 
 _RLLIB, _POLICIES = "rllib_checkpoint.json", "policies"

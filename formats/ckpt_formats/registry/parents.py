@@ -83,6 +83,12 @@ def has_pointer(path: Path) -> bool:
     return any((path / pointer).exists() for pointer in POINTERS)
 
 
+def pointer_in(path: Path) -> str | None:
+    """The name of the file or link in a folder that says which checkpoint is the last; None if there is none."""
+    pointed = _read_pointer(path)
+    return None if pointed is None else pointed[0]
+
+
 def named_by_pointer(path: Path, inside: Sequence[Path]) -> Path | None:
     """The checkpoint that a file such as `latest` names as the last, whole or not; None if no file names one."""
     pointed = _read_pointer(path)

@@ -39,7 +39,7 @@ class Window:
             self.length = status.st_size - base if length is None else length
             if base < 0 or self.length < 0 or base + self.length > status.st_size:
                 raise CorruptError(
-                    f"the file has {status.st_size} bytes, but {self.length} are expected from byte {base} on",
+                    f"the file is cut short: {status.st_size:,} bytes, {base + self.length:,} expected or more",
                     where=path,
                     hint="It was truncated, or is still being written: copy it again.",
                 )

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import overload
@@ -23,7 +24,7 @@ from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.seals import LazySeals, Seal
 from ckpt_formats.core.store_path import is_remote, request
-from ckpt_formats.core.tensor import Array, Blob, FileBlob
+from ckpt_formats.core.tensor import Array, Blob, FileBlob, FileProblem, cut_short
 from ckpt_formats.core.text import printable
 from ckpt_formats.engines.dcp.metadata import ItemRange
 
@@ -130,6 +131,23 @@ class ItemReader:
             )
         return blob
 
+    def cut_short(self, item: ItemRange) -> FileProblem | None:
+        """The problem of a file that ends before this item does; None if it does not."""
+        path, end = self.folder / item.file, item.offset + item.nbytes
+        try:
+            nbytes = path.stat().st_size
+        except (OSError, CkptError):
+            return None
+        return cut_short(path, nbytes, self._ends.get(item.file, end)) if nbytes < end else None
+
+    @cached_property
+    def _ends(self) -> Mapping[str, int]:
+        """Where the last item of each file ends, as far as the metadata are known here."""
+        ends: dict[str, int] = {}
+        for item in chain.from_iterable(self.items):
+            ends[item.file] = max(ends.get(item.file, 0), item.offset + item.nbytes)
+        return ends
+
     def __getstate__(self) -> Path:
         return self.folder
 
@@ -219,7 +237,7 @@ class ItemBlob(Blob):
         try:
             self.items.blob(self)
         except (CorruptError, IncompleteError, NotFoundError) as error:
-            yield str(error)
+            yield self.items.cut_short(self.item) or str(error)
 
     def seals(self) -> Iterator[Seal]:
         """The checksums of the block's values, if the item can be opened and has any."""

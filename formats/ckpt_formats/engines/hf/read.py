@@ -34,6 +34,8 @@ _RECIPE = "recipe_state/recipe_state.pt"
 HAS_RECIPE = Notice(
     "torchtune's recipe_state.pt, with the optimizer, is next to this folder: name the parent folder to read it, too"
 )
+WITHOUT_BASE = "an adapter of PEFT, without its base model"
+"""How the notice on an adapter begins."""
 _NO_OPTIMIZER = Notice(
     "the folder is of a run, but it has no file of the optimizer (optimizer.pt, optimizer.bin): no states are read",
     weight=Weight.UNSURE,
@@ -96,7 +98,7 @@ def _lacks(folder: Folder, checkpoint: Checkpoint) -> Iterator[Notice]:
         base = checkpoint.extras.get(f"{PREFIX}adapter_config.json")
         named = base.get("base_model_name_or_path") if isinstance(base, dict) else None
         which = f" ({printable(named)[:100]})" if isinstance(named, str) and named else ""
-        yield Notice(f"an adapter of PEFT, without its base model{which}")
+        yield Notice(f"{WITHOUT_BASE}{which}")
     further = [file.name for file in (*folder.models, *folder.training) if is_further(file.name)]
     if further:
         text = "further models and optimizers of the run, which are read as extras under the names of their files"
