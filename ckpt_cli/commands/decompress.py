@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @command("decompress")
 @source("source")
-@target("the one that it was in")
+@target("the original one")
 @dry_run
 @resources(scales_out=True)
 def decompress(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Execution", as_json: bool) -> None:

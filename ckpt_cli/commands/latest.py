@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @command("latest")
 @click.argument("run", type=CheckpointPath())
-@click.option("--verify", is_flag=True, help="Read all of it, too, and pass over one that is damaged.")
+@click.option("--verify", is_flag=True, help="Also read each checkpoint in full, and pass over damaged ones.")
 @read_options
 def latest(run: str, verify: bool, options: "ReadOptions", as_json: bool) -> None:
     from ckpt_cli.views.latest import show_latest

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.option(
     "--keep", required=True, metavar="RULES", help="Which checkpoints stay, such as last:3,daily:7,every:1000."
 )
-@click.option("--incomplete", is_flag=True, help="Also remove incomplete ones older than the newest whole one.")
+@click.option("--incomplete", is_flag=True, help="Also remove incomplete ones older than the newest complete one.")
 @click.option(
     "--unchanged-for",
     type=DurationType(),

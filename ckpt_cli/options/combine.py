@@ -35,7 +35,7 @@ _LAST = click.option(
     "--last",
     type=click.IntRange(2),
     metavar="N",
-    help="Of one CHECKPOINT that is a run's folder or a chain: average its N newest checkpoints.",
+    help="Average the N newest checkpoints of CHECKPOINT, which is the folder of a run or a chain.",
 )
 _DTYPE = click.option(
     "--dtype",
@@ -60,7 +60,7 @@ _EXPERT_AXES = click.option(
 _EXPERT_LORA = click.option(
     "--expert-lora",
     type=click.Choice(["per-expert", "peft", "stacked", "shared"]),
-    help="Of an adapter of PEFT: store its updates of experts in this layout.",
+    help="For an adapter of PEFT: store its updates of experts in this layout.",
 )
 _GATE_UP = click.option(
     "--gate-up",

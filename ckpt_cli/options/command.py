@@ -24,7 +24,7 @@ def help_text(name: str) -> str:
 
 
 _MAX_SHOWN = 8
-_FILES = " Of files of one checkpoint, name the folder that they are in."
+_FILES = " If these are files of one checkpoint, name their folder."
 _SEVERAL = {
     "convert": f"{_FILES} The mean of several checkpoints is `ckpt average`.",
     "reshard": _FILES,

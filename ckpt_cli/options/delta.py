@@ -26,7 +26,7 @@ _DEFAULT = "balanced"
 """The preset if only a bound is given."""
 _BOUND = click.FloatRange(min=0, min_open=True)
 
-_STEP = click.option("--step", type=numbers(Count), help="The step, if it is not that which the checkpoint states.")
+_STEP = click.option("--step", type=numbers(Count), help="The step, if the checkpoint states none or another one.")
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def plan_options(command: F) -> F:
             "--trace",
             type=click.Path(dir_okay=False, readable=False),
             metavar="FILE",
-            help="Times of failures, one a line: seconds or ISO times. In place of --mtbf.",
+            help="Times of failures, one a line: seconds or ISO times. Replaces --mtbf.",
         ),
         click.option("--trace-column", metavar="NAME", help="FILE is CSV with a header; this column has the times."),
         click.option(
@@ -66,8 +66,15 @@ def plan_options(command: F) -> F:
             metavar="[N]",
             help="Also simulate N failures, and show the spread.  [N: 20000]",
         ),
-        click.option("--weibull", type=float, metavar="SHAPE", help="Draw failures that come in clusters: below 1."),
-        click.option("--seed", type=click.IntRange(0, 1 << 62), default=0, show_default=True, help="Of the draws."),
+        click.option(
+            "--weibull",
+            type=float,
+            metavar="SHAPE",
+            help="Weibull shape of the simulated failures. Below 1, they come in clusters.",
+        ),
+        click.option(
+            "--seed", type=click.IntRange(0, 1 << 62), default=0, show_default=True, help="Seed of the simulation."
+        ),
         group="Failures",
     )
     data = with_options(
@@ -80,7 +87,9 @@ def plan_options(command: F) -> F:
     )
     log = with_options(
         data,
-        click.option("--replay", type=time, help="Time to replay a logged step; or the options that it follows from:"),
+        click.option(
+            "--replay", type=time, help="Time to replay a logged step. Or give the options from which it follows:"
+        ),
         click.option("--read", type=rate, help="Read rate of the log, such as 2GiB/s."),
         click.option("--replay-rate", type=count, help="Parameters a second that one core replays, such as 250M."),
         click.option("--measure-replay", is_flag=True, help="Measure that rate here, on steps of CHAIN."),

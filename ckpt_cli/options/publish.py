@@ -34,7 +34,7 @@ class PublishOptions:
 
 _FILE = click.Path(dir_okay=False, readable=False, path_type=Path)
 _OPTIONS = (
-    click.option("--step", type=numbers(Count), help="The step, if it is not that which the checkpoint states."),
+    click.option("--step", type=numbers(Count), help="The step, if the checkpoint states none or another one."),
     click.option(
         "--keep",
         metavar="last:N",

@@ -187,7 +187,7 @@ def source(
 _accept_suspicious = click.option(
     "--accept-suspicious",
     is_flag=True,
-    help="Also write checkpoints that `ckpt verify` calls suspicious, such as with shifted optimizer states.",
+    help="Also write checkpoints that `ckpt verify` calls suspicious, such as those with shifted optimizer states.",
 )
 
 only = click.option(

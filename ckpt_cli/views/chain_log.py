@@ -67,7 +67,9 @@ class Unfinished:
 
     def __str__(self) -> str:
         ago = f"{self.seconds:.0f} s" if self.seconds < 120 else f"{self.seconds / 60:,.0f} min"
-        return f"unfinished: {printable(self.folder)}, written {ago} ago: by a command that runs, or was interrupted"
+        return (
+            f"unfinished: {printable(self.folder)}, written {ago} ago by a command that is running or was interrupted"
+        )
 
 
 def unfinished_states(run: Path, now: float) -> list[Unfinished]:

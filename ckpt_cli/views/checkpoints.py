@@ -225,7 +225,7 @@ def _shown(value: int | None, as_text: Callable[[int], str] = str) -> str:
 
 
 def _headers(row: Row) -> str:
-    return "whole" if row.problem is None else f"not whole: {printable(row.problem)}"
+    return "complete" if row.problem is None else f"incomplete: {printable(row.problem)}"
 
 
 def _name(path: Path | None) -> str | None:

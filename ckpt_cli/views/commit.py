@@ -27,9 +27,9 @@ def check_repeats(command: click.Command | None, target: str) -> None:
     """Raise `UnsupportedError` unless the shards were started by a command that has `--shard`."""
     if command is None or "shard" not in {parameter.name for parameter in command.params}:
         raise UnsupportedError(
-            "no command of ckpt has written these shards",
+            "these shards were not written by a command of ckpt",
             where=printable(target),
-            hint="A program did: let it call `commit` of the job.",
+            hint="A program wrote them: call `commit` of its job there.",
         )
 
 
@@ -39,7 +39,7 @@ def check_target(arguments: Mapping[str, Any], shards: JobNote) -> None:
     target = given if is_url(given) else os.path.realpath(given)
     if target != (shards.target if is_url(given) else os.path.realpath(shards.target)):
         raise OutputError(
-            f"the shards' command writes {printable(target)} here",
+            f"in this folder, the command of the shards would write {printable(target)}",
             where=printable(shards.target),
             hint=f"Run ckpt commit in the folder in which the shards ran: {printable(shards.folder)}.",
         )

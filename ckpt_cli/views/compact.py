@@ -81,5 +81,5 @@ def show_result(chain: Path, result: CompactResult, as_json: bool) -> None:
     report.conclude(f"{len(result.after.members)} states stay{from_log}, {removed} removed, {freed}")
     if result.packs_nbytes[1]:
         report.conclude(
-            f"{format_nbytes(result.packs_nbytes[1])} of removed states stay: states that stay lie in their packs"
+            f"{format_nbytes(result.packs_nbytes[1])} of removed states stay, because states that stay use their packs"
         )

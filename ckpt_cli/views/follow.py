@@ -92,7 +92,7 @@ def _text(event: FollowEvent) -> str:
         return bounded(f"{_served(event)}: {read}, published {event.step.age:.1f} s ago{went_back}")
     texts = {
         "verified": f"{_served(event)}: verified",
-        "discarded": f"what was served is damaged, and is served no longer: {error}",
+        "discarded": f"the served step is damaged, and is no longer served: {error}",
         "notified": "the URL has answered" if event.error is None else f"the URL has no answer: {error}",
         "executed": f"the command has ended with exit code {event.exit_code}",
         "waiting": "waiting for the first step",

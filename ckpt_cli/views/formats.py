@@ -35,12 +35,12 @@ def show_formats(as_json: bool) -> None:
         known = (*row["marks"]["paths"], *row["marks"]["names"], *row["marks"]["files"])
         how = "read, write" if row["written"] else "read"
         click.echo(f"{row['name']:<20} {how:<12} {' '.join(row['endings'])}".rstrip())
-        source = f"of the package {row['package']}" if row["package"] else f"known by {', '.join(known)}"
+        source = f"from the package {row['package']}" if row["package"] else f"recognised by {', '.join(known)}"
         for line in (f"    {row['summary']}", f"    {source}"):
             for part in folded(line, columns.width()):
                 click.echo(part)
     click.echo()
-    conclude("The ending of a target says its format; a name without one is a folder in the universal format.")
+    conclude("The ending of a target determines its format; a name without one is a folder in the universal format.")
     conclude("A state of a chain is run.chain@1234, run.chain@last or run.chain@last~10.")
 
 

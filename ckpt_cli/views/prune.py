@@ -20,7 +20,7 @@ def prune_run(
         result = prune(run, keep, incomplete=incomplete, unchanged_for=unchanged_for, dry_run=dry_run, options=options)
     freed = sum(one.nbytes for one in result.removed)
     if result.finished:
-        notes.note(f"what an interrupted removal had left is gone: {', '.join(map(printable, result.finished))}")
+        notes.note(f"removed what an interrupted removal had left: {', '.join(map(printable, result.finished))}")
     if as_json:
         data(
             {
@@ -48,8 +48,8 @@ def _show(result: PruneResult, dry_run: bool) -> None:
     verb = "would go" if dry_run else "removed"
     rows = [
         *((one, f"stays: {one.reason}") for one in result.retained),
-        *((one, f"{verb}{f': not whole: {one.reason}' if one.reason else ''}") for one in result.removed),
-        *((one, f"stays: not whole: {one.reason}") for one in result.incomplete),
+        *((one, f"{verb}{f': incomplete: {one.reason}' if one.reason else ''}") for one in result.removed),
+        *((one, f"stays: incomplete: {one.reason}") for one in result.incomplete),
     ]
     order = {one.path: number for number, (one, _) in enumerate(rows)}
     rows.sort(key=lambda row: (row[0].step is None, -(row[0].step or 0), order[row[0].path]))

@@ -102,7 +102,7 @@ def findings(
             checksums = f"{len(checkpoint.seals)} checksums over {sealed} match"
             facts = f"{tensors} tensors complete, {checksums}, copies are equal"
         else:
-            read = "were not checked" if strange is None else "cannot be compared"
+            read = "were not checked" if strange is None else "were read, but not compared"
             why = f"{checkpoint.format} has no checksums"
             facts = f"headers of {tensors} tensors are complete; the values {read}: {why}"
         if count := sum(one.nans + one.infinities for one in strange or ()):

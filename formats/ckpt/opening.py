@@ -107,7 +107,7 @@ def _values_of(name: str, value: Any) -> Array:
         if values.dtype in DTYPES.values():
             return values
     raise InvalidArgumentError(
-        f"`{printable(name)}` is {type(value).__name__}, which is no tensor that a checkpoint holds",
+        f"`{printable(name)}` is {type(value).__name__}, which is not a tensor that a checkpoint holds",
         hint="Give a flat dict of tensors, such as model.state_dict().",
     )
 

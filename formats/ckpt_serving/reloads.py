@@ -32,7 +32,7 @@ class ServedStep:
             raise InvalidArgumentError(f"the environment has no {', '.join(missing)}", hint=hint)
         step, epoch, state_hash, path = (variables[name] for name in _VARIABLES)
         if not (step.isdecimal() and epoch.isdecimal()):
-            raise InvalidArgumentError("CKPT_STEP or CKPT_EPOCH is no number", hint=hint)
+            raise InvalidArgumentError("CKPT_STEP or CKPT_EPOCH is not a number", hint=hint)
         return cls(int(step), int(epoch), state_hash, path)
 
 
@@ -111,7 +111,7 @@ def reload_engines(
     `InvalidArgumentError` for an unknown engine.
     """
     if engine not in RELOADS:
-        raise InvalidArgumentError(f"unknown engine {engine!r}", hint=f"Known are {', '.join(RELOADS)}.")
+        raise InvalidArgumentError(f"unknown engine {engine!r}", hint=f"Engines are {', '.join(RELOADS)}.")
     requests = RELOADS[engine](served)
 
     def error_of(url: str) -> CkptError | None:

@@ -263,12 +263,12 @@ class Saver(SnapshotContext):
         Returns at once: the values are copied until the next update, and written in the background. If the run cannot
         be saved, training goes on, and the handles of all ranks have the error.
 
-        Raises `InvalidArgumentError` for a step that is no natural number, or after `close`.
+        Raises `InvalidArgumentError` for a step that is not a natural number, or after `close`.
         """
         if self._is_closed:
             raise InvalidArgumentError("the Saver is closed", where=str(self._target))
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise InvalidArgumentError(f"step {step!r:.40} is no natural number")
+            raise InvalidArgumentError(f"step {step!r:.40} is not a natural number")
         self._warn_of_failures()
         pending = [one for one in self._handles if not one.done()]
         if len(pending) >= self._in_flight:

@@ -399,7 +399,7 @@ def _restored(checkpoint: Any) -> Iterator[tuple[str, Any]]:
 
 
 def last_of(run: Path) -> int | None:
-    """The last step that can be restored; None if there is no chain."""
+    """The last step that can be restored; None if there is not a chain."""
     return states.last_step(run, chain_file.load(run / chain_file.NAME)) if (run / chain_file.NAME).is_file() else None
 
 

@@ -224,6 +224,8 @@ def test_the_merged_model_is_written(scale: float | None, models: list[Path], tm
     options = () if scale is None else ("--scale", scale)
     done = ckpt("merge-lora", models[0], adapter, target, "--to", "hf", *options)
     assert done.code == 0, done.err
+    assert "without its base model" in ckpt("inspect", adapter).err
+    assert "without its base model" not in done.err  # MODEL is its base
     prefix = f"base_model.model.{NAME.removesuffix('.weight')}"
     a, b = (tensor(adapter, f"{prefix}.lora_{x}.weight").astype(np.float64) for x in "AB")
     expected = tensor(models[0]) + 2 * (scale or 1) * (b @ a)
@@ -246,6 +248,8 @@ def test_an_adapter_that_cannot_be_merged_is_refused(models: list[Path], tmp_pat
     assert (done.code, "only LORA" in done.err) == (22, True)
     done = ckpt("merge-lora", models[0], models[1], target)
     assert (done.code, "adapter_config.json" in done.err) == (10, True)
+    done = ckpt("merge-lora", write_adapter(tmp_path / "c"), models[0], target)
+    assert (done.code, "the model first, then its adapter" in done.err) == (2, True)
     done = ckpt("merge-lora", models[0], write_adapter(tmp_path / "b"), target, "--scale", "nan")
     assert (done.code, "--scale is a number" in done.err) == (2, True)
     assert ckpt("merge-lora", models[0], tmp_path / "b").code == 2

@@ -77,7 +77,7 @@ def test_compact_writes_whole_tensors_where_it_writes(
 
 def test_append_refuses_a_parent_whose_values_it_cannot_compare(chain: Path, tmp_path: Path) -> None:
     run = shutil.copytree(chain, tmp_path / "run")
-    with pytest.raises(UnsupportedError, match="the chain's last member has boxes"):
+    with pytest.raises(UnsupportedError, match="the chain's last state is stored as boxes"):
         append(run, checkpoint_at(8), 8, DeltaPolicy(), EFFORT, parent=checkpoint_at(7))
     append(run, checkpoint_at(8), 8, DeltaPolicy(tip=True), EFFORT)
     assert kinds(run)[-1] == (8, "delta")

@@ -392,15 +392,15 @@ def owner(**fields: object) -> Change:
 
 
 HOSTILE: dict[str, tuple[Change, str]] = {
-    "a path": (owner(folder="../step-0000000001"), "no member of a chain"),
-    "an absolute path": (owner(folder="/step-0000000001"), "no member of a chain"),
-    "an empty name": (owner(folder=""), "no member of a chain"),
-    "a name with a line feed": (owner(folder="step-0000000001\n"), "no member of a chain"),
+    "a path": (owner(folder="../step-0000000001"), "not a member of a chain"),
+    "an absolute path": (owner(folder="/step-0000000001"), "not a member of a chain"),
+    "an empty name": (owner(folder=""), "not a member of a chain"),
+    "a name with a line feed": (owner(folder="step-0000000001\n"), "not a member of a chain"),
     "digits of another script": (
         owner(folder="step-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661"),
-        "no member of a chain",
+        "not a member of a chain",
     ),
-    "no text": (owner(folder=1), "no member of a chain"),
+    "no text": (owner(folder=1), "not a member of a chain"),
     "itself": (owner(folder="step-0000000002"), "not an earlier member"),
     "itself, written again": (owner(folder="step-0000000002.1"), "not an earlier member"),
     "a later member": (owner(folder="step-0000000003"), "not an earlier member"),

@@ -267,7 +267,7 @@ def test_append_refuses_places_that_cannot_be_a_chain(user: StoreServer, saved: 
         write._parent(library.Chain(THERE).path, "", tmp_path / "delta")
     with pytest.raises(NotFoundError, match="not a chain"):
         library.Chain(f"s3://{BUCKET}/a").compact(KEPT)
-    with pytest.raises(OutputError, match="is no chain, and contains"):
+    with pytest.raises(OutputError, match="is not a chain, and contains"):
         library.Chain(f"s3://{BUCKET}/a").append(library.open(saved[0]))
     with pytest.raises(OutputError, match="is a bucket"):
         library.Chain(f"s3://{BUCKET}").append(library.open(saved[0]))

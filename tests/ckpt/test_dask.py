@@ -230,7 +230,7 @@ def test_ctrl_c_cancels_and_the_same_command_goes_on_without_the_cluster(
     assert not list(journal.parent.glob("run-*"))
     done = ckpt("convert", model, tmp_path / "out", "--pack-size", "1")
     assert done.code == 0
-    assert "of them by an earlier run" in done.out
+    assert "of it by an earlier run" in done.out
     assert files(tmp_path / "out") == expected
     time.sleep(1)  # tasks that ran have ended
     assert os.listdir(tmp_path) == ["out"]

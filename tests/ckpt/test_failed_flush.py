@@ -74,7 +74,7 @@ def test_convert_writes_a_file_again_whose_flush_failed(
     disk.error, disk.fails = error, lambda path: path.name == name
     failed = ckpt(*COMMAND)
     assert failed.code == (FULL if error == errno.ENOSPC else OUTPUT)
-    assert "Run the same command again to go on" in failed.err
+    assert "Run the same command again to continue" in failed.err
     assert not Path("out").exists()
     disk.fails = lambda path: False
     assert ckpt(*COMMAND).code == 0

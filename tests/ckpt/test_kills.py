@@ -19,6 +19,7 @@ from ckpt_formats.containers.torchfile import write_file
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import NotFoundError
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
+from ckpt_formats.core.text import format_nbytes
 from ckpt_formats.registry.location import detect
 from damage import ckpt
 from killing import killed, points, spread
@@ -74,7 +75,8 @@ class Work:
         done = ckpt(*self._arguments)
         assert done.code == 0, done.err
         assert not self.stage.exists()
-        return int(json.loads(done.out)["resumed_files"])
+        self.report = json.loads(done.out)
+        return int(self.report["resumed_files"])
 
     def content(self) -> dict[str, str]:
         files = [self.target] if self.target.is_file() else [p for p in self.target.rglob("*") if p.is_file()]
@@ -168,7 +170,8 @@ def test_an_interrupt_leaves_nothing_that_looks_whole(
     running.send_signal(sent)
     out, err = running.communicate(timeout=120)
     assert running.returncode == 128 + sent
-    assert json.loads(out)["error"]["code"] == 128 + sent
+    error = json.loads(out)["error"]
+    assert error["code"] == 128 + sent
     assert "interrupted" in err
     assert "run the same command again" in err
     assert "Traceback" not in err
@@ -176,6 +179,8 @@ def test_an_interrupt_leaves_nothing_that_looks_whole(
     kept = work.lines()
     assert not assert_absent_or_whole(work, {})
     assert work.finish() >= kept > share * TENSORS
+    assert f"{format_nbytes(work.report['resumed_nbytes'])} are kept in {work.stage}" in error["what"]
+    assert f"ckpt clean {work.target}" in error["what"]
     assert ckpt("verify", work.target).code == 0
 
 

@@ -87,7 +87,7 @@ def test_latest_says_why_there_is_none(run: Path, tmp_path: Path) -> None:
         shutil.rmtree(run / name)
     done = command("latest", run)
     assert (done.code, done.out) == (BROKEN, "")
-    assert "none of its checkpoints is whole; the newest is checkpoint-200" in done.err
+    assert "none of its checkpoints is complete; the newest is checkpoint-200" in done.err
     assert command("latest", run / "checkpoint-300").code == NOT_FOUND
     assert command("latest", run / "gone").code == NOT_FOUND
 

@@ -125,7 +125,7 @@ def test_a_saved_state_of_the_same_step_is_a_repair(whole: Path, tmp_path: Path)
         (("--partial",), 2, "needs --live"),
         (("--partial", "--live", "step4"), 10, "nothing is lost"),
         (("--partial", "--live", "step4", "--lost", "no such"), 10, "no parameter matches"),
-        (("--partial", "--live", "dcp", "--lost-ranks", "7"), 10, "no file is of rank 7"),
+        (("--partial", "--live", "dcp", "--lost-ranks", "7"), 10, "no file belongs to rank 7"),
         (("--partial", "--live", "step1", "--lost", "embed"), 22, "later than step 1"),
         (("--partial", "--live", "step4", "--lost-ranks", "1"), 22, "not of single ranks"),
     ],

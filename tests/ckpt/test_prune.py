@@ -104,7 +104,7 @@ def test_the_best_is_that_of_the_newest_state_of_a_trainer(tmp_path: Path) -> No
 def test_prune_removes_nothing_until_a_newer_one_is_whole_and_unchanged(tmp_path: Path) -> None:
     model(tmp_path / "step-1", 1)
     save_file({"w": np.zeros(3, np.float32)}, tmp_path / "step-1" / "model.safetensors")  # written just now
-    with pytest.raises(ckpt.errors.IncompleteError, match="left alone"):
+    with pytest.raises(ckpt.errors.IncompleteError, match="unchanged for long enough"):
         ckpt.runs.prune(tmp_path, "last:1")
     model(tmp_path / "step-0", 0)
     model(tmp_path / "step--1", 0)
@@ -112,7 +112,7 @@ def test_prune_removes_nothing_until_a_newer_one_is_whole_and_unchanged(tmp_path
     (tmp_path / "step-2" / "model.safetensors").write_bytes(b"")
     result = ckpt.runs.prune(tmp_path, "last:1")
     assert {one.path.name: one.reason for one in result.retained} == {
-        "step-1": "newer than the newest whole one",
+        "step-1": "newer than the newest complete one",
         "step-0": "last:1",
     }
     assert result.removed == ()
@@ -157,7 +157,7 @@ def test_command_shows_each_checkpoint_and_why_it_stays(run: Path) -> None:
     assert done.out.splitlines()[-1].startswith("would remove 6 of 12 checkpoints, ")
     rows = {line.split()[0]: line for line in done.out.splitlines() if line.startswith("checkpoint-")}
     assert "stays: last:1, daily" in rows["checkpoint-100"]
-    assert "stays: not whole" in rows["checkpoint-110"]
+    assert "stays: incomplete" in rows["checkpoint-110"]
     assert "would go" in rows["checkpoint-30"]
     report = json.loads(command("prune", run, "--keep", "last:1", "--json").out)
     assert (len(report["removed"]), report["dry_run"]) == (7, False)
@@ -167,11 +167,11 @@ def test_command_shows_each_checkpoint_and_why_it_stays(run: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
-        (["run", "--keep", "newest:3"], USAGE, "is not a rule of what to keep"),
+        (["run", "--keep", "newest:3"], USAGE, "is not a rule for what to keep"),
         (["run"], USAGE, "missing option '--keep'"),
         ([SAMPLES / "universal-1-delta", "--keep", "last:1"], USAGE, "ckpt compact"),
         ([SAMPLES / "damaged", "--keep", "last:1"], NOT_FOUND, "named after its step"),
-        (["broken", "--keep", "last:1"], BROKEN, "no checkpoint is whole"),
+        (["broken", "--keep", "last:1"], BROKEN, "no complete checkpoint"),
     ],
 )
 def test_prune_refuses(

@@ -97,7 +97,7 @@ def test_states_of_rows_follow_and_others_are_refused() -> None:
 
 def test_tensors_without_rows_or_a_mean_are_refused() -> None:
     source = checkpoint([parameter("scale", {"model": np.float32(1)}), parameter("ids", {"model": np.arange(4)})])
-    with pytest.raises(NoMatchError, match="no table of a vocabulary"):
+    with pytest.raises(NoMatchError, match="no tensor has the name of a vocabulary table"):
         library.resize(source, pad_vocab=8)
     with pytest.raises(NoMatchError, match="no tensor is called `x`"):
         library.resize(source, {"x": 8})

@@ -291,7 +291,7 @@ def test_folder_has_one_follower_and_nothing_else(run: PublishedRun, tmp_path: P
         other = tmp_path / f"other-{name[0]}"
         (other / name).parent.mkdir(parents=True)
         (other / name).touch()
-        with pytest.raises(OutputError, match="has something else in it"):
+        with pytest.raises(OutputError, match="holds something else"):
             follow(run, other)
         assert (other / name).exists()
 

@@ -309,7 +309,7 @@ ROWS: dict[str, Rows] = {
         ("an absolute name", "/x", 5),
         ("a name with a zero", "a\0", 5),
         ("a huge file", "layout.json", 1 << 60),
-        ("a name that is no text of a file system", "\ud800", 5),
+        ("a name that is not a text of a file system", "\ud800", 5),
         ("a name of 2,000 parts", "/".join("a" * 2000), 5),
         ("a name of 2,000 characters", "a" * 2000, 5),
         ("a layout that is larger than layouts are", "layout.json", 1 << 40),

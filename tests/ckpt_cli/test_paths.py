@@ -29,9 +29,9 @@ def test_inspect_lists_all_checkpoints_of_a_run(run: Path) -> None:
     assert done.code == 0, done.err
     rows = [line.split() for line in done.out.splitlines() if line.startswith("step-")]
     assert [row[0] for row in rows] == ["step-7", "step-8", "step-9", "step-10", "step-11.ucp"]
-    assert [row[-1] == "whole" for row in rows] == [False, False, True, True, True]
-    assert rows[3][1:] == ["5", "419.4", "KiB", "universal", "34,056", "whole"]
-    assert "commands need the path of one of them" in done.out
+    assert [row[-1] == "complete" for row in rows] == [False, False, True, True, True]
+    assert rows[3][1:] == ["5", "419.4", "KiB", "universal", "34,056", "complete"]
+    assert "give commands the path of one checkpoint" in done.out
     report = json.loads(ckpt("inspect", run, "--json").out)
     assert [one["whole"] for one in report["checkpoints"]] == [False, False, True, True, True]
     assert "is missing" in report["checkpoints"][0]["problem"]

@@ -178,7 +178,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "other values": (at_box("rows", 1, "parameter.values", 0), "`rows`: boxes of different values"),
     "ends that fall": (number("whole.ends", 0, 9), "the ends of names of parameters"),
     "a name twice": (number("whole.names", slice(0, 4), np.frombuffer(b"flat", "u1")), "a parameter's name twice"),
-    "a name that is no text": (number("whole.names", 0, 255), "a parameter's name is not UTF-8"),
+    "a name that is not a text": (number("whole.names", 0, 255), "a parameter's name is not UTF-8"),
     "more boxes": (resized("box.first", 1), "the length of column box.first"),
     "more axes": (resized("box.start", 1), "the length of column box.start"),
     "no table": (without_boxes, "is missing or unknown"),

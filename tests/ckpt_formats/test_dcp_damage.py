@@ -1,6 +1,7 @@
 """Distributed checkpoints, damaged or hostile: named by `verify`, refused by `convert`, never obeyed."""
 
 import io
+import json
 import os
 import pickle
 import shutil
@@ -19,7 +20,7 @@ from ckpt.pipeline import Execution
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.engines.dcp import DCP
 from ckpt_formats.registry.opening import open_checkpoint
-from damage import ckpt
+from damage import SAMPLES, ckpt
 from dcp_states import loaded, save, state
 from held import contents
 
@@ -88,6 +89,21 @@ def test_a_missing_chunk_is_refused_though_torch_fills_it_with_garbage(damaged: 
     change(damaged, lambda m: m.state_dict_metadata[WEIGHT].chunks.pop())
     loaded(damaged)
     refused(damaged, 20, "layers.0.w", "at [3, 0] is stored, but lists no such block")
+
+
+def test_dcp_states_a_short_file_once_for_all_its_tensors(tmp_path: Path) -> None:
+    folder = shutil.copytree(SAMPLES / "dcp-2.13-fsdp2-w2", tmp_path / "short")
+    file = folder / "__0_0.distcp"
+    nbytes = file.stat().st_size
+    os.truncate(file, 100_000)
+    for options in ((), ("--quick",)):
+        (finding,) = json.loads(ckpt("verify", folder, "--json", *options).out)["findings"]
+        count = len(set(finding["tensors"]))
+        assert count > 20
+        what = f"the file is cut short: 100,000 bytes, {nbytes:,} expected; {count} parameters affected"
+        assert (finding["what"], finding["where"]) == (what, str(file))
+    done = ckpt("convert", folder, tmp_path / "out")
+    assert (done.code, done.err.count("cut short"), f"where: {file}" in done.err) == (20, 1, True)
 
 
 def test_dcp_names_the_block_when_a_chunk_has_no_place(damaged: Path) -> None:

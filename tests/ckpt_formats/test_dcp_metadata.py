@@ -220,6 +220,6 @@ def test_fifty_thousand_chunks_take_little_time_and_memory(tensors: int, ranks: 
 @pytest.mark.parametrize("names", ["zlib", {"a": 1}, ["a", 1], None, 3])
 def test_transformations_of_an_item_are_a_list_of_names(names: Any) -> None:
     reader = MetadataReader(Path(".metadata"))
-    with pytest.raises(CkptError, match="transformations are no list of names"):
+    with pytest.raises(CkptError, match="transformations are not a list of names"):
         reader._transforms(names)
     assert reader._transforms(["a", "b"]) == reader._transforms(("a", "b")) == ("a", "b")

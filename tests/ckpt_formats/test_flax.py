@@ -341,7 +341,7 @@ HOSTILE: dict[str, tuple[bytes, type[CkptError]]] = {
     "an extension of four billion bytes": (b"\x81\xa1a\xc9\xff\xff\xff\xff\x01", CorruptError),
     "nested without end": (b"\x81\xa1a" * 5000 + b"\x80", UnsafeError),
     "lists without end": (b"\x81\xa1a" + b"\x91" * 5000 + b"\x80", UnsafeError),
-    "a key that is no text": (msgpack.packb({1: 2}), UnsupportedError),
+    "a key that is not a text": (msgpack.packb({1: 2}), UnsupportedError),
     "a key that is a map": (b"\x81\x80\x01", UnsupportedError),
     "a key twice": (b"\x82\xa1a\x01\xa1a\x02", CorruptError),
     "a text that is no UTF-8": (b"\x81\xa1\xff\x01", CorruptError),

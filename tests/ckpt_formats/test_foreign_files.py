@@ -1,4 +1,4 @@
-"""Files that other libraries wrote (tests/foreign_files): what is no plain tensor in them is read as plain values."""
+"""Files that other libraries wrote (tests/foreign_files): what is not a plain tensor is read as plain values."""
 
 from pathlib import Path
 from typing import Any

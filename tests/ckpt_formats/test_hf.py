@@ -357,7 +357,7 @@ DAMAGE: dict[str, tuple[Callable[[Path, dict[str, str]], object], type[CkptError
     ),
     "a file cut short": (lambda at, where: os.truncate(at / where[FIRST], 60), CorruptError),
     "an empty file": (lambda at, where: os.truncate(at / where[FIRST], 0), CorruptError),
-    "a configuration that is no JSON": (lambda at, where: (at / "config.json").write_text("{"), CorruptError),
+    "a configuration that is not JSON": (lambda at, where: (at / "config.json").write_text("{"), CorruptError),
     "a configuration that is a list": (lambda at, where: (at / "config.json").write_text("[]"), CorruptError),
     "a configuration with a key twice": (
         lambda at, where: (at / "config.json").write_text('{"a": 1, "a": 2}'),

@@ -149,7 +149,7 @@ ATTACKS: dict[str, bytes] = {
     "a path with an empty part": build([*GOOD, Entry("a//x", b"x")]),
     "a name with a nul": build([*GOOD, Entry("a/x\0.txt", b"x")]),
     "an empty name": build([*GOOD, Entry("", b"x")]),
-    "a name that is no text": build([*GOOD, Entry("", b"x", raw_name=b"a/\xff\xfe")]),
+    "a name that is not a text": build([*GOOD, Entry("", b"x", raw_name=b"a/\xff\xfe")]),
     "a name that differs in its two places": build([PKL, replace(DATA, local_name="a/data/1"), VERSION]),
     "a shorter local name": build([replace(PKL, local_name="a/data"), DATA]),
     "a missing storage": build([PKL, VERSION]),

@@ -92,7 +92,7 @@ def change(path: Path, **values: Any) -> None:
         (
             lambda m: change(m / "consolidated.01.pth", norm__weight=torch.ones(DIM)),
             CorruptError,
-            "not the same element type",
+            "different element types",
         ),
         (lambda m: [change(f, x=torch.ones(1)) for f in m.glob("*.pth")], RulesError, "no rule states .* `x`"),
         (lambda m: (m / "params.json").write_text(json.dumps(PARAMS | {"n_kv_heads": 3})), RulesError, "wk.weight"),

@@ -259,7 +259,7 @@ HOSTILE: dict[str, tuple[bytes, type[CkptError]]] = {
     "a header of 2**63 bytes": (file_of({}, length=2**63), CorruptError),
     "a header of 2**64 - 1 bytes": (file_of({}, length=2**64 - 1), CorruptError),
     "a header that is a list": (file_of([]), CorruptError),
-    "a header that is no JSON": (file_of(b"{]"), CorruptError),
+    "a header that is not JSON": (file_of(b"{]"), CorruptError),
     "a header that is no UTF-8": (file_of(b'{"\xff": 1}'), CorruptError),
     "a header with a byte order mark": (file_of(b"\xef\xbb\xbf{}"), CorruptError),
     "a key twice": (file_of(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(8)), CorruptError),

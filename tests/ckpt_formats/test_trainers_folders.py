@@ -92,7 +92,7 @@ def rename(old: str, new: str) -> Any:
             CorruptError,
             "`new` is not in sdp_00.pt",
         ),
-        (lambda step: torch.save([1], step / "model/pp_00/tp_00/sdp_01.pt"), CorruptError, "no dict of tensors"),
+        (lambda step: torch.save([1], step / "model/pp_00/tp_00/sdp_01.pt"), CorruptError, "not a dict of tensors"),
     ],
 )
 def test_a_step_of_fairseq2_that_is_not_whole_is_refused(

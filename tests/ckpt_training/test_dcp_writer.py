@@ -150,7 +150,7 @@ def test_async_save_publishes(tmp_path: Path) -> None:
 
 
 def test_failed_save_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"`path` is no plain value"):
+    with pytest.raises(UnsupportedError, match=r"`path` is not a plain value"):
         save({**nested(), "path": tmp_path}, writer := CkptWriter(tmp_path / "own"))
     assert not (tmp_path / "own").exists()
     save(nested(), writer)
@@ -167,7 +167,7 @@ def test_save_into_a_store_appears_whole_or_not_at_all(store: StoreServer, tmp_p
 
     writer = CkptWriter(codec="auto")
     with reached(store):
-        with pytest.raises(UnsupportedError, match=r"`path` is no plain value"):
+        with pytest.raises(UnsupportedError, match=r"`path` is not a plain value"):
             save({**nested(), "path": tmp_path}, writer, checkpoint_id=target)
         assert "run/step-7/.ckpt/job" in names()
         writer.reset()

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from ckpt_formats.registry.opening import open_checkpoint
-from damage import BROKEN, NOT_FOUND, ckpt
+from damage import BROKEN, NOT_FOUND, SAMPLES, ckpt
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "a.bias": torch.arange(2.0)}
@@ -39,6 +39,17 @@ def test_open_takes_no_stray_file_beside_checkpoints(stray: str, tmp_path: Path)
     assert ckpt("verify", tmp_path / "run" / stray).code == 0
 
 
+def test_steps_without_a_pointer_and_a_file_beside_them_are_all_listed(tmp_path: Path) -> None:
+    shutil.copytree(SAMPLES / "deepspeed-0.19-zero1-bf16-dp2" / "global_step5", tmp_path / "global_step5")
+    shutil.copytree(tmp_path / "global_step5", tmp_path / "global_step6")
+    save_file(WEIGHTS, tmp_path / "m.safetensors")
+    shown = ckpt("inspect", tmp_path)
+    assert shown.code == 0, shown.err
+    names = [line.split()[0] for line in shown.out.splitlines() if line.startswith(("m.", "global_"))]
+    assert names == ["m.safetensors", "global_step5", "global_step6"]
+    assert "give commands the path of one checkpoint" in shown.out
+
+
 def test_the_final_model_of_a_trainer_is_read_and_its_checkpoints_are_shown(tmp_path: Path) -> None:
     run = tmp_path / "run"
     model(run, 3.0)
@@ -49,6 +60,7 @@ def test_the_final_model_of_a_trainer_is_read_and_its_checkpoints_are_shown(tmp_
     listed = json.loads(ckpt("inspect", run, "--json").out)
     assert [one["name"] for one in listed["checkpoints"]] == ["run", "checkpoint-10", "checkpoint-20"]
     assert listed["meant"] == "run"
+    assert "means the model in the folder itself" in ckpt("inspect", run).out
 
 
 def test_a_step_of_dcp_without_a_file_does_not_count_as_complete(tmp_path: Path) -> None:
@@ -79,12 +91,12 @@ def test_error_of_a_broken_newest_step_names_the_newest_whole_one(tmp_path: Path
     (run / "latest").write_text("step-3")
     done = ckpt("convert", run, tmp_path / "out")
     assert done.code == BROKEN
-    assert f"The newest whole checkpoint is step-1: name {run / 'step-1'}" in done.err
+    assert f"The newest complete checkpoint is step-1: name {run / 'step-1'}" in done.err
     shown = ckpt("inspect", run)
     rows = {line.split()[0]: line for line in shown.out.splitlines() if line.startswith("step-")}
     assert " latest " in rows["step-3"]
-    assert " newest whole " in rows["step-1"]
-    assert "a file says that step-3 is the last, which is not whole" in shown.out
+    assert " newest complete " in rows["step-1"]
+    assert "names step-3, which is incomplete" in shown.out
     listed = json.loads(ckpt("inspect", run, "--json").out)
     assert (listed["latest"], listed["newest_whole"], listed["meant"]) == ("step-3", "step-1", None)
     shutil.rmtree(run / "step-1")

@@ -1,9 +1,9 @@
 // A run: its checkpoints, how large each one is, and which of them are whole.
 
 const LEFT = 62, RIGHT = 14, TOP = 12, BOTTOM = 44;
-const checkpoints = facts.checkpoints.map((one, i) => ({ ...one, number: i + 1, kind: one.whole ? "whole" : "not whole" }));
+const checkpoints = facts.checkpoints.map((one, i) => ({ ...one, number: i + 1, kind: one.whole ? "complete" : "incomplete" }));
 const whole = checkpoints.filter((one) => one.whole), newest = checkpoints.find((one) => one.name === facts.newest_whole);
-const labelsOf = (one) => [["newest whole", facts.newest_whole], ["latest", facts.latest]].filter(([, name]) => name === one.name).map(([label]) => label);
+const labelsOf = (one) => [["newest complete", facts.newest_whole], ["latest", facts.latest]].filter(([, name]) => name === one.name).map(([label]) => label);
 
 function head() {
   const path = (facts.path || plural(checkpoints.length, "checkpoint")).replace(/\/+$/, ""), name = shown(path.split("/").pop() || path), broken = checkpoints.length - whole.length;
@@ -11,10 +11,10 @@ function head() {
   by("lead").replaceChildren(named(path, 400));
   const formats = [...new Set(checkpoints.map((one) => one.format).filter(Boolean))];
   by("facts-of").append(...formats.map((one) => el("li", {}, named(`format ${one}`, 120))),
-    broken ? el("li", { class: "warn" }, broken === 1 ? "one checkpoint is not whole" : `${integer(broken)} checkpoints are not whole`) : "");
+    broken ? el("li", { class: "warn" }, broken === 1 ? "one checkpoint is incomplete" : `${integer(broken)} checkpoints are incomplete`) : "");
   by("tiles").append(
-    tile("checkpoints", integer(checkpoints.length), `${integer(whole.length)} whole`, whole.length / Math.max(checkpoints.length, 1)),
-    facts.kind === "several" ? "" : tile("newest whole", newest ? stepText(newest) : "\u2013", newest ? shown(newest.name) : "no checkpoint is whole"),
+    tile("checkpoints", integer(checkpoints.length), `${integer(whole.length)} complete`, whole.length / Math.max(checkpoints.length, 1)),
+    facts.kind === "several" ? "" : tile("newest complete", newest ? stepText(newest) : "\u2013", newest ? shown(newest.name) : "no checkpoint is complete"),
     tile("bytes", bytes(checkpoints.reduce((total, one) => total + (one.nbytes || 0), 0)), "in all that could be opened"),
   );
 }
@@ -49,7 +49,7 @@ function chart(wide, tall) {
 
 head();
 by("sizes-legend").append(el("span", {}, el("i", { class: "swatch base" }), "whole"),
-  ...(whole.length < checkpoints.length ? [el("span", {}, el("i", { class: "swatch broken" }), "not whole; full height if its size is not known")] : []));
+  ...(whole.length < checkpoints.length ? [el("span", {}, el("i", { class: "swatch broken" }), "incomplete; full height if its size is not known")] : []));
 by("sizes").hidden = !checkpoints.length;
 fitted(by("sizes-chart"), (width) => chart(width, width < 600 ? 220 : 260));
 listing({
@@ -60,6 +60,6 @@ listing({
     { key: "step", title: "step", value: (row) => row.step, cell: (row) => (row.step === null ? "\u2013" : integer(row.step)) },
     { key: "nbytes", title: "size", value: (row) => row.nbytes, cell: (row) => bytes(row.nbytes) },
     { key: "format", title: "format", text: true, value: (row) => row.format || "", cell: (row) => named(row.format || "\u2013", 60) },
-    { key: "headers", title: "headers", text: true, value: (row) => row.problem || "", cell: (row) => (row.whole ? "whole" : el("span", { class: "problem" }, named(`not whole: ${row.problem}`, 400))) },
+    { key: "headers", title: "headers", text: true, value: (row) => row.problem || "", cell: (row) => (row.whole ? "complete" : el("span", { class: "problem" }, named(`not whole: ${row.problem}`, 400))) },
   ],
 });

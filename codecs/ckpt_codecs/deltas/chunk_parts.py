@@ -35,7 +35,7 @@ def split_parts(data: bytes, dtypes: StateTypes) -> dict[str, memoryview]:
     names = sorted(dtypes)
     start = 1 + _SIZE.size * len(names)
     if len(data) < start or data[0] != PARTS:
-        raise CodecError("the chunk of a delta ends in its directory, or is no chunk of parts")
+        raise CodecError("the chunk of a delta ends in its directory, or is not a chunk of parts")
     chunk, parts = memoryview(data), {}
     for i, name in enumerate(names):
         end = start + _SIZE.unpack_from(data, 1 + _SIZE.size * i)[0]

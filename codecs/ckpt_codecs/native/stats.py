@@ -42,7 +42,7 @@ def measure_floats(values: Array, index: int, sums: Array, extremes: Array, coun
     _check_size(counts, 3)
     _check_size(exponents, EXPONENT_COUNT)
     if values.dtype.kind != "f":
-        raise CodecError(f"{values.dtype} is no float32 or float64: this is a bug in ckpt")
+        raise CodecError(f"{values.dtype} is neither float32 nor float64: this is a bug in ckpt")
     kernels.measure_floats(
         *(values.itemsize, address(values, values.dtype), values.size, index),
         *(address(sums, _FLOAT64, writable=True), address(extremes, _FLOAT64, writable=True)),

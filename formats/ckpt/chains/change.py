@@ -117,7 +117,7 @@ class ChainChange:
             self.remove(paths)
         except OSError as error:
             names = tuple(printable(path.relative_to(self.run).as_posix()) for path in paths)
-            return (Notice(f"not needed any more, and could not be removed ({error.strerror or error})", names),)
+            return (Notice(f"no longer needed, and could not be removed ({error.strerror or error})", names),)
         return ()
 
     def truncate(self, path: Path, nbytes: int) -> None:

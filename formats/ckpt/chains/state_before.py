@@ -128,7 +128,7 @@ def _read_from(parent: Checkpoint, how: How, run: Path, chain: ChainIndex, sourc
     known = identified(lambda: _known(run, last, stated))
     if stated[0].boxes is not None:
         raise UnsupportedError(
-            "the chain's last member has boxes: whether the parent has the same values is not known",
+            "the chain's last state is stored as boxes, so ckpt cannot compare it with a parent",
             where=run / last.folder,
             hint="Leave out `parent` (--parent): then the chain is replayed.",
         )

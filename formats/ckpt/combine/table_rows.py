@@ -58,7 +58,7 @@ def resize(
     new rows of the optimizer's states are zero. Fewer rows need `cut`. A tied tensor stays tied. The entry
     `vocab_size` of a config.json follows if it was the number of rows. Notices say what was changed.
 
-    Raises `NoMatchError` for a name that no tensor has, or if no table of a vocabulary is known by its name;
+    Raises `NoMatchError` for a name that no tensor has, or if no tensor has the name of a vocabulary table;
     `InvalidArgumentError` for fewer rows without `cut`; `UnsupportedError` for tensors without rows, quantised weights
     and states that have no row for each row of the weight.
     """
@@ -118,7 +118,7 @@ def _padded(source: Checkpoint, multiple: int) -> dict[str, int]:
     tables = [name for name, one in weights.items() if _TABLE.search(name) and len(one.shape) == 2]
     if not tables:
         raise NoMatchError(
-            "no table of a vocabulary is known by its name",
+            "no tensor has the name of a vocabulary table",
             where=source.path,
             hint="Name the tables with their rows: --resize NAME=ROWS.",
         )

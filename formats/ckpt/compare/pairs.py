@@ -59,7 +59,7 @@ def pair_tensors(first: Checkpoint, second: Checkpoint, states: Sequence[str] = 
     known = {state for _, state in (*first_tensors, *second_tensors)}
     for state in states:
         if state not in known:
-            hint = f"There are: {', '.join(map(printable, sorted(known)))}."
+            hint = f"States are {', '.join(map(printable, sorted(known)))}."
             raise NoMatchError(renamed(state) or f"no tensor has the state `{printable(state)}`", hint=hint)
     if states:
         first_tensors, second_tensors = (_of_states(tensors, states) for tensors in (first_tensors, second_tensors))

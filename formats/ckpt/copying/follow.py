@@ -234,7 +234,7 @@ def _copy_of(target: StrPath, resources: Execution) -> Iterator[_ChainCopy]:
     path = target_path(target)
     if not is_remote(path):
         raise InvalidArgumentError(
-            "only a copy in a store is brought to what a chain is now",
+            "only a copy in a store can be synced with its chain",
             where=path,
             hint="Copy the chain to another folder: `ckpt copy`, without --update and --follow.",
         )

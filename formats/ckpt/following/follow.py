@@ -176,7 +176,7 @@ class _FolderFollower:
             return head.record
         if head.record.name == current.ref.name and head.record != current.ref:
             where = self.served.source.where / current.ref.name.key
-            raise CorruptError("another record than that of the step that is served", where=where)
+            raise CorruptError("the record is not that of the served step", where=where)
         return current.ref if self.once else None
 
     def _serve(self, head: Head, target: RecordRef) -> None:

@@ -220,7 +220,7 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
                 is_own = path.is_dir() and not path.is_symlink() and (path / RECORD).is_file()
             if not is_own:
                 raise OutputError(
-                    f"has something else in it: {printable(path.name)!r}",
+                    f"the folder holds something else: {printable(path.name)!r}",
                     where=self.target,
                     hint="Choose an empty or new folder as TARGET.",
                 )
@@ -297,7 +297,7 @@ def _full(needed: int, there: int, place: Path) -> NoSpaceError:
     return NoSpaceError(
         f"the next step needs {format_nbytes(needed)}, and {format_nbytes(there)} are free",
         where=place,
-        hint="Free space for two copies of the weights. The step before is served still.",
+        hint="Free space for two copies of the weights. ckpt still serves the previous step.",
     )
 
 

@@ -38,7 +38,9 @@ class TensorParallelRank:
 
     def __post_init__(self) -> None:
         if self.rank >= self.ranks:
-            raise InvalidArgumentError(f"rank {self.rank} is none of {self.ranks} ranks", hint="They begin with 0.")
+            raise InvalidArgumentError(
+                f"rank {self.rank} does not exist: there are {self.ranks} ranks", hint="They begin with 0."
+            )
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ranks}"

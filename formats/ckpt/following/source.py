@@ -176,7 +176,7 @@ class PublishedSource:
         data = self._read_record(self.place, name.key) if step < head.record.name.step else None
         if data is None:
             raise NotFoundError(
-                f"step {step} of epoch {name.epoch} is not published, or not any more",
+                f"step {step} of epoch {name.epoch} is not published, or was removed",
                 where=self.where,
                 hint=f"The last step is {head.record.name.step}.",
             )

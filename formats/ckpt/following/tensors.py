@@ -85,7 +85,9 @@ def _memory_of_torch(tensor: Any, dtype: DType, size: int, where: str) -> Array:
         is_plain = is_plain and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         address = tensor.data_ptr() if device == "cpu" and is_plain else 0
     except (AttributeError, RuntimeError) as error:
-        raise InvalidArgumentError(f"is no tensor of torch or NumPy: {type(tensor).__name__}", where=where) from error
+        raise InvalidArgumentError(
+            f"is not a tensor of torch or NumPy: {type(tensor).__name__}", where=where
+        ) from error
     if device != "cpu":
         raise UnsupportedError(
             f"is on the device {device}; only tensors in the memory of the CPU are written",

@@ -167,7 +167,7 @@ def _key(part: str, text: str) -> Any:
     if (match := _RANGE.fullmatch(part)) is not None:
         return slice(*(None if bound is None else int(bound) for bound in match.groups()))
     raise InvalidArgumentError(
-        f"{printable(text)}: `{printable(part)}` is no range",
+        f"{printable(text)}: `{printable(part)}` is not a range",
         hint="Write ranges without steps and whole numbers, such as NAME[0:10, 3].",
     )
 

@@ -34,7 +34,9 @@ def check_replaceable(target: Path, inputs: Iterable[Path]) -> None:
     if any(real in (one, *one.parents) for one in map(Path, map(os.path.realpath, inputs))):
         raise inside(target)
     if target.is_symlink():
-        raise OutputError("is a link, and what it names stays", where=target, hint="Remove the link first.")
+        raise OutputError(
+            "is a link, and ckpt does not replace what a link names", where=target, hint="Remove the link first."
+        )
     if target.is_dir() and not any(target.iterdir()):
         return
     try:

@@ -84,7 +84,7 @@ def lost_files(live: Checkpoint, ranks: Sequence[RankSet]) -> frozenset[Path]:
             matching = {file.path for file in live.files if file.rank.get(dimension) == number}
             if not matching:
                 raise NoMatchError(
-                    f"no file is of rank {number} ({printable(dimension)})",
+                    f"no file belongs to rank {number} ({printable(dimension)})",
                     where=live.path,
                     hint="`ckpt inspect -v` lists files and their ranks.",
                 )

@@ -274,7 +274,8 @@ class BucketTarget(StagedTarget):
             raise OutputError(
                 "the store does not have this object as it has acknowledged it; or somebody else has changed it since",
                 where=self.data.where(receipt.file),
-                hint=f"Run the same command again when nobody else writes at this place, or {self.clean_command} to give up.",
+                hint="Run the same command again when nobody else writes at this place, "
+                f"or {self.clean_command} to give up.",
             )
 
     def _put_file(self, name: str) -> None:

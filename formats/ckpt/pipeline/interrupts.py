@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 
@@ -21,7 +22,7 @@ class Interrupt(threading.Event):
 class JobInterrupted(KeyboardInterrupt):
     """An interrupted job that can be continued."""
 
-    def __init__(self, numbers: tuple[object, ...], nbytes: int, where: object, clean_command: str) -> None:
+    def __init__(self, numbers: tuple[object, ...], nbytes: int, where: Path, clean_command: str) -> None:
         """`numbers`: of the signal, if one came. `nbytes`: of the files that are kept, `where`. `clean_command`: the
         command that removes them, in quotes."""
         super().__init__(*numbers)

@@ -59,7 +59,7 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
     if task is None:
         raise InvalidArgumentError(
             "no job array is found in the environment",
-            hint=f"Known are {KNOWN}. Elsewhere, and in a job without an array, give the number: --shard i/N.",
+            hint=f"ckpt knows those of {KNOWN}. Elsewhere, or without an array, give the number: --shard i/N.",
         )
     return replace(_of_array(task), is_counted=True) if match[1] is None else _of_some(task, int(match[1]), text)
 

@@ -34,7 +34,7 @@ from ckpt_formats.core.identity import Identities, check_unchanged
 from ckpt_formats.core.locking import FULL
 from ckpt_formats.core.publish import FlushError, RenameError
 from ckpt_formats.core.seal_checks import SealChecks
-from ckpt_formats.core.store_path import StoreError
+from ckpt_formats.core.store_path import StoreError, is_remote
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.value_changes import check_allowed, totals
 from ckpt_formats.core.zero_values import zero_notices
@@ -86,7 +86,8 @@ def write(
             result = writing.run(cluster, count_bytes, show_status)
         except KeyboardInterrupt as error:
             kept = 0 if writing is None else writing.nbytes_kept()
-            raise JobInterrupted(error.args, kept, stage.data, stage.clean_command) from error
+            where = stage.path if is_remote(stage.path) else stage.workspace
+            raise JobInterrupted(error.args, kept, where, stage.clean_command) from error
         except CkptError as error:
             if isinstance(error, OutputError) or stage.is_shared:
                 raise
@@ -214,7 +215,7 @@ class _Writing:
             raise IncompleteError(
                 f"{len(missing)} of {len(files)} files are not written yet; the first is {printable(missing[0])}",
                 where=self._stage.path,
-                hint="Run the shards again that have not ended well; those that have ended write nothing again.",
+                hint="Run the shards that failed again. The others write nothing twice.",
             )
         return shard.count
 
@@ -239,7 +240,7 @@ def _system_error(error: OSError, stage: StagedTarget, identities: Identities) -
 def _output_error(error: OSError, stage: StagedTarget) -> OutputError:
     resume = f"Run the same command again to continue, or {stage.clean_command} to give up."
     if error.errno in FULL:
-        return NoSpaceError("no space left on the disk", where=stage.disk, hint=f"Free some. {resume}")
+        return NoSpaceError("no space left on the disk", where=stage.disk, hint=f"Free space. {resume}")
     if isinstance(error, FlushError):
         return OutputError(
             f"the disk did not take what was written: {error.strerror}",

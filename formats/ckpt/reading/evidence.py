@@ -110,5 +110,5 @@ def _transposed(rows: Rows) -> bytes:
 
 def _malformed(why: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"this is no evidence of a reading: {why}", hint="Pass the bytes that `Reading.evidence` returned."
+        f"this is not the evidence of a reading: {why}", hint="Pass the bytes that `Reading.evidence` returned."
     )

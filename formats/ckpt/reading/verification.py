@@ -23,7 +23,7 @@ _SMALL_REST = 1 << 12
 """Bytes of a sealed range that are read although nobody needs them: so the others are verified."""
 _SMALL_SHARE = 64
 """The same as a share of the range: one in so many bytes."""
-_REPLACED = "Load it when no process writes it any more."
+_REPLACED = "Load it when no process writes it any longer."
 
 
 @dataclass(frozen=True)

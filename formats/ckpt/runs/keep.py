@@ -37,7 +37,7 @@ def parse_keep(text: str) -> list[tuple[str, int]]:
     for part in text.split(","):
         match = _RULE.fullmatch(part.strip())
         if match is None:
-            what = f"{part.strip()!r:.60} is not a rule of what to keep"
+            what = f"{part.strip()!r:.60} is not a rule for what to keep"
             raise InvalidArgumentError(what, hint=f"A rule is {_WORDS}; several have commas between them.")
         rules.append(("best", 1) if match[1] is None else (match[1], int(match[2])))
     return rules

@@ -121,7 +121,7 @@ def prune(
     whole = [one for one in steps if one.checkpoint is not None and now - one.modified >= unchanged_for]
     if not whole:
         raise IncompleteError(
-            "no checkpoint is whole and was left alone long enough, so none is removed",
+            "no complete checkpoint has been unchanged for long enough, so none is removed",
             where=printable(str(folder)),
             hint=f"Run it again later: their files must not have changed for {unchanged_for:.0f} s.",
         )
@@ -131,7 +131,7 @@ def prune(
     for number, one in enumerate(steps):
         reason = reasons.get(one.path)
         if reason is None and number < newest:
-            reason = "newer than the newest whole one"
+            reason = "newer than the newest complete one"
         if reason is None and now - one.modified < unchanged_for:
             reason = "changed a moment ago"
         if one.problem and (reason is not None or not incomplete):
@@ -143,7 +143,7 @@ def prune(
     if not dry_run:
         for old in reversed(removed):  # the oldest first: what a kill leaves is what a rule would keep
             if not is_remote(folder) and not os.path.lexists(whole[0].path):
-                raise IncompleteError("the newest whole checkpoint has disappeared", where=str(whole[0].path))
+                raise IncompleteError("the newest complete checkpoint has disappeared", where=str(whole[0].path))
             remove_checkpoint(old.path)
     return PruneResult(folder, tuple(retained), tuple(removed), tuple(broken), finished)
 
@@ -198,7 +198,7 @@ def _reasons(
 ) -> Mapping[Path, str]:
     """Why checkpoints stay, by their paths."""
     saved = [SavedStep(one.path, one.step, one.modified) for one in whole]
-    reasons = {whole[0].path: "the newest whole one", **kept_by(rules, saved, _best(whole))}
+    reasons = {whole[0].path: "the newest complete one", **kept_by(rules, saved, _best(whole))}
     for path in all_named_by_pointers(folder, [one.path for one in steps]):
         reasons.setdefault(path, "a file or a link names it")
     by_path = {one.path: one for one in steps}

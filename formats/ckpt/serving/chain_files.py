@@ -90,7 +90,7 @@ class ChainFiles:
     """The files of a chain in a folder, by names with `/` between folders. Threads may share it."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `NotFoundError` if there is no chain."""
+        """Raises `NotFoundError` if there is not a chain."""
         self.folder = folder
         self._seen: tuple[str, ChainIndex] | None = None
         self._index()

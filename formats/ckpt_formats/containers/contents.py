@@ -41,7 +41,7 @@ _KNOWN: tuple[tuple[re.Pattern[bytes], Content], ...] = tuple(
         (
             rb"\0{64}",
             Content(
-                "is not written: it begins with zeros only, as files do after a crash or during a download",
+                "begins with zeros, as files do after a crash or during a download",
                 "Copy or download the file again.",
                 CorruptError,
             ),
@@ -66,10 +66,10 @@ _KNOWN: tuple[tuple[re.Pattern[bytes], Content], ...] = tuple(
             Content("is an array of NumPy, which is not read", _FROM_NUMPY),
         ),
         (rb".{4}TFL3", Content("is a model of TensorFlow Lite, which is not read", _AS_SAFETENSORS)),
-        (rb"PAR1", Content("is a table of Parquet, which is no checkpoint", "Name the file of the model.")),
+        (rb"PAR1", Content("is a table of Parquet, not a checkpoint", "Name the file of the model.")),
         (
             rb"SQLite format 3\0",
-            Content("is a database of SQLite, which is no checkpoint", "Name the file of the model."),
+            Content("is a database of SQLite, not a checkpoint", "Name the file of the model."),
         ),
         (
             rb"\x08[\x01-\x20](\x12.(pytorch|tf2onnx|keras2onnx|skl2onnx|onnx)|\x12\0|:.{1,4}\n)",
@@ -105,7 +105,7 @@ def archive_kind(names: Collection[str], compressed: bool = False) -> Content | 
             "Save them with numpy.savez or numpy.savez_compressed.",
         )
     if is_npz(names):
-        return Content("holds arrays of NumPy (.npz), and is no file of torch.save", "Name this file by itself.")
+        return Content("holds arrays of NumPy (.npz), and is not a file of torch.save", "Name this file by itself.")
     if {".data/extern_modules", ".data/python_version"} & inner:
         return Content(
             "is a package of torch.package, which holds code, and is not read",

@@ -190,7 +190,7 @@ class _TreeReader:
 
     def _bytes(self, nbytes: int) -> bytes:
         if nbytes > _MAX_TEXT:
-            raise UnsafeError(f"holds a value of {nbytes:,} bytes that is no array", where=self._path)
+            raise UnsafeError(f"holds a value of {nbytes:,} bytes that is not an array", where=self._path)
         self._check_room(nbytes)
         self._at += nbytes
         read = self._file.read(nbytes)

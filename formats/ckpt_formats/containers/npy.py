@@ -39,7 +39,7 @@ def header_nbytes(start: bytes, where: str) -> int:
     """The length of a header with all before the values, by its first 12 bytes. Raises `CorruptError`."""
     width = _LENGTHS.get(start[6]) if len(start) >= 12 and start.startswith(MAGIC) else None
     if width is None:
-        raise CorruptError("is no array of NumPy: its header is malformed", where=where)
+        raise CorruptError("is not an array of NumPy: its header is malformed", where=where)
     nbytes = 8 + width + int.from_bytes(start[8 : 8 + width], "little")
     if nbytes > MAX_NUMPY_HEADER:
         raise CorruptError(f"the header of an array has {nbytes:,} bytes", where=where)

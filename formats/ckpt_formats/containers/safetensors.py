@@ -108,7 +108,7 @@ def read_header(path: Path) -> SafetensorsFile:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CorruptError("the header's __metadata__ is not a map of texts", where=path)
     base = 8 + length
-    tensors = {name: _tensor(path, base, nbytes, name, entry) for name, entry in header.items()}
+    tensors = {name: _tensor(path, base, name, entry) for name, entry in header.items()}
     expected = base
     for name, blob in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].span)):
         if blob.offset != expected:
@@ -117,11 +117,17 @@ def read_header(path: Path) -> SafetensorsFile:
                 where=path,
             )
         expected += blob.span
-    if expected != nbytes:
+    if expected > nbytes:
         raise CorruptError(
-            f"the file has {nbytes} bytes, its header describes {expected}",
+            f"the file is cut short: {nbytes:,} bytes, {expected:,} expected",
             where=path,
-            hint="It was truncated or appended to.",
+            hint="Copy or download it again.",
+        )
+    if expected < nbytes:
+        raise CorruptError(
+            f"the file has {nbytes:,} bytes, but its header describes {expected:,}",
+            where=path,
+            hint="Something was appended to it: copy or download it again.",
         )
     packed = tuple(name for name, entry in header.items() if entry["dtype"] in _PACKED)
     return SafetensorsFile(path, nbytes, tensors, metadata, packed)
@@ -191,7 +197,7 @@ def parse_json(raw: bytes, where: Path, finite: bool = False) -> Any:
 def _finite(text: str) -> float:
     value = float(text)
     if not isfinite(value):
-        raise ValueError(f"{text:.40} is no finite number")
+        raise ValueError(f"{text:.40} is not a finite number")
     return value
 
 
@@ -206,7 +212,7 @@ def _packed(shape: list[int], bits: int, where: str) -> list[int]:
     return [prod(shape) * bits // 8]
 
 
-def _tensor(path: Path, base: int, nbytes: int, name: str, entry: Any) -> FileBlob:
+def _tensor(path: Path, base: int, name: str, entry: Any) -> FileBlob:
     where = f"{path}, entry `{name}`"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
         raise CorruptError("an entry needs dtype, shape and data_offsets", where=where)
@@ -225,8 +231,6 @@ def _tensor(path: Path, base: int, nbytes: int, name: str, entry: Any) -> FileBl
             hint="Save it as another type, or without this tensor.",
         )
     start, stop = offsets
-    if stop - start != prod(shape) * dtype.itemsize or base + stop > nbytes:
-        raise CorruptError(
-            f"range {start}:{stop} does not match shape {shape} of {dtype.name}, or is not within the file", where=where
-        )
+    if stop - start != prod(shape) * dtype.itemsize:
+        raise CorruptError(f"range {start}:{stop} does not match shape {shape} of {dtype.name}", where=where)
     return FileBlob.packed(path, base + start, tuple(shape), dtype)

@@ -277,7 +277,7 @@ def _from_array(body: dict[str, Any], inner: Inner) -> Any:
     array = np.frombuffer(data, dtype).reshape(shape).copy()
     if dtype.kind == "U":
         if not is_text(array):
-            raise ValueError("an array of text with what is no character")
+            raise ValueError("an array of text with invalid characters")
         array.tolist()  # raises ValueError for other invalid characters
     return array if "shape" in body else array[()]
 

@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 _THREADS = 8
 """How many threads open files at once. On a shared file system, to open a file is mostly to wait."""
-_HINT = "Read it when no process writes it any more."
+_HINT = "Read it when no process writes it any longer."
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,7 +249,7 @@ def cuts(name: str, shape: Shape, rule: Rule, ranks: int) -> list[tuple[ShardBlo
     if rule.how in _COPIES:
         return [(ShardBlock(Box.whole(shape), Box.whole(shape)),)] * ranks
     if rule.how == "unique":
-        raise RulesError(f"every rank has its own tensor `{name}`: their tensors are no blocks of one")
+        raise RulesError(f"every rank has its own tensor `{name}`: their tensors are not blocks of one")
     if rule.how == "blocks":
         if rule.shape != shape or len(rule.blocks) != ranks:
             raise RulesError(f"tensor `{name}`: its rule is for {len(rule.blocks)} ranks and shape {rule.shape}")

@@ -159,7 +159,7 @@ class NotebookProgress:
                 "there is no IPython here", hint="Only a notebook shows this progress bar."
             ) from error
         if get_ipython() is None:
-            raise UnsupportedError("this is no notebook", hint="Pass a function of your own as `progress=`.")
+            raise UnsupportedError("this is not a notebook", hint="Pass a function of your own as `progress=`.")
         self._handle = display(_Html(self._html(0, 0)), display_id=True)
 
     def __call__(self, done: int, total: int) -> None:

@@ -131,7 +131,7 @@ def _rule(table: Any, where: str) -> Rule:
             hint="Such as: match = 'mlp\\.up\\.weight$', and axis = 0.",
         )
     if unknown := set(table) - _KEYS:
-        raise RulesError(f"unknown key {sorted(unknown)[0]!r}; known are {', '.join(sorted(_KEYS))}", where=where)
+        raise RulesError(f"unknown key {sorted(unknown)[0]!r}; the keys are {', '.join(sorted(_KEYS))}", where=where)
     how = table.get("how", "sharded")
     if how not in get_args(Partitioning) or how == "blocks":
         raise RulesError(f"`how` is {how!r}, but must be sharded, replicated, averaged, first or unique", where=where)

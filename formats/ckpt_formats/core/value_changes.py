@@ -201,7 +201,8 @@ def check_allowed(tensors: Sequence[ChangedTensor]) -> None:
         names = list_names(refused, lambda one: f"{printable(one.name)} ({one.overflows:,})", MAX_NAMES)
         total = sum(one.overflows for one in refused)
         raise UnsupportedError(
-            f"{counted(total, 'value')} {'is' if total == 1 else 'are'} too large for {refused[0].dtype} and would become infinite or NaN: {names}",
+            f"{counted(total, 'value')} {'is' if total == 1 else 'are'} too large for {refused[0].dtype} "
+            f"and would become infinite or NaN: {names}",
             hint="Take a type with a larger range, such as bf16. --allow-overflow, or cast(..., allow_overflow=True), "
             "writes them as infinite or NaN.",
         )

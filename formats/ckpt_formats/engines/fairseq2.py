@@ -126,7 +126,7 @@ def _joined(files: list[TorchFile]) -> dict[str, Value]:
     trees: list[Mapping[str, Value]] = []
     for file in files:
         if not isinstance(file.root, dict):
-            raise CorruptError("is no dict of tensors, as the model of fairseq2 is", where=file.path)
+            raise CorruptError("is not a dict of tensors, as the model of fairseq2 is", where=file.path)
         trees.append({str(key): value for key, value in file.root.items()})
     if len(trees) == 1:
         return dict(trees[0])
@@ -141,7 +141,7 @@ def _joined(files: list[TorchFile]) -> dict[str, Value]:
 
 def _tensor(value: Value, name: str, file: TorchFile) -> Tensor:
     if not isinstance(value, TensorRef):
-        raise UnsupportedError(f"`{printable(name)}` is no plain tensor", where=file.path)
+        raise UnsupportedError(f"`{printable(name)}` is not a plain tensor", where=file.path)
     return tensor_of(value)
 
 

@@ -58,7 +58,7 @@ def read_ranks(folder: Path, files: Sequence[TorchFile], options: ReadOptions) -
     for name in trees[0]:
         shards = [tree[name] for tree in trees]
         if any(shard.dtype != shards[0].dtype for shard in shards):
-            raise CorruptError(f"`{printable(name)}` has not the same element type on all ranks", where=folder)
+            raise CorruptError(f"`{printable(name)}` has different element types on different ranks", where=folder)
         try:
             merged = merge(name, shards, layout.rule(name))
         except RulesError as error:
@@ -79,11 +79,11 @@ def read_ranks(folder: Path, files: Sequence[TorchFile], options: ReadOptions) -
 
 def _tensors(file: TorchFile) -> dict[str, Tensor]:
     if not isinstance(file.root, dict):
-        raise UnsupportedError("is no dict of tensors, as the files of a model of Meta's are", where=file.path)
+        raise UnsupportedError("is not a dict of tensors, as the files of a model of Meta's are", where=file.path)
     for key, value in file.root.items():
         if not isinstance(value, TensorRef):
             raise UnsupportedError(
-                f"`{printable(str(key))}` is no tensor: this is no file of a model of Meta's", where=file.path
+                f"`{printable(str(key))}` is not a tensor: this is not a file of a model of Meta's", where=file.path
             )
     return {str(key): tensor_of(value) for key, value in file.root.items()}
 

@@ -136,5 +136,5 @@ def _json(text: bytes, path: Path) -> dict[str, Value]:
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"not valid JSON: {error}", where=f"{path} ({_DATA})") from None
     if not isinstance(data, dict):
-        raise CorruptError("is no dict of arguments", where=f"{path} ({_DATA})")
+        raise CorruptError("is not a dict of arguments", where=f"{path} ({_DATA})")
     return data

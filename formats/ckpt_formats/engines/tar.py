@@ -107,7 +107,7 @@ def _members(window: Window) -> Iterator[tarfile.TarInfo]:
                         raise window.corrupt(f"`{printable(member.name)}` ends after the end of the archive")
                     yield member
     except (tarfile.TarError, ValueError, OverflowError) as error:
-        raise CorruptError(f"is no valid tar archive: {error}", where=window.path) from None
+        raise CorruptError(f"is not a valid tar archive: {error}", where=window.path) from None
 
 
 def _weights(members: list[tarfile.TarInfo], window: Window) -> tarfile.TarInfo:

@@ -248,7 +248,7 @@ def _read_recorded(file: TorchFile, record: Mapping[str, Value]) -> Checkpoint:
         aliases = {str(alias): str(name) for alias, name in record["aliases"].items()}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(
-            f"the file has not the form in which ckpt writes files of torch.save: {flaw(error)}", where=path
+            f"the file does not have the form in which ckpt writes files of torch.save: {flaw(error)}", where=path
         ) from None
     return Checkpoint(
         path=path,
@@ -307,7 +307,7 @@ def _read_foreign(file: TorchFile, options: ReadOptions) -> Checkpoint:
         inside = tuple(files_inside(root.items()))
         notices = (*state.notices, *((Notice(HOLDS_TENSORS, inside, Weight.LOST),) if inside else ()))
         losses = "".join(f"; {notice}" for notice in notices if notice.weight is Weight.LOST)
-        raise NotFoundError(f"a file without a tensor is no checkpoint{losses}", where=file.path)
+        raise NotFoundError(f"a file without a tensor is not a checkpoint{losses}", where=file.path)
     without = check_weights(state, root, file.path)
     origin = Origin("torch", None, state.step, {"keys": state.keys.to_json()})
     return Checkpoint(

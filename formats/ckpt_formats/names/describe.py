@@ -106,7 +106,7 @@ def pattern_of(name: str) -> str:
 
 def known_families() -> str:
     """The families, as text for hints."""
-    return f"Known are {', '.join(family.name for family in families())}: see `ckpt formats --families`."
+    return f"ckpt knows {', '.join(family.name for family in families())}: see `ckpt formats --families`."
 
 
 def of_present(description: ModelDescription, dialect_name: str, source: Checkpoint) -> ModelDescription:

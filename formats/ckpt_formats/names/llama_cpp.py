@@ -257,7 +257,7 @@ def _architecture_of(source: Checkpoint) -> LlamaArchitecture:
         raise UnsupportedError(
             f"models of llama.cpp of the architecture {printable(str(name))[:60]} are not known",
             where=source.path,
-            hint=f"Known are {', '.join(known)}. Formats that keep names, such as safetensors, take all.",
+            hint=f"ckpt knows {', '.join(known)}. Formats that keep names, such as safetensors, take all.",
         )
     return known[name]
 

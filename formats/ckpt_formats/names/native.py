@@ -36,7 +36,8 @@ def to_native(
     if family.name not in dialect(name).other["families"]:
         known = ", ".join(dialect(name).other["families"])
         raise UnsupportedError(
-            f"the names of models of the family {family.name} in {name} are not known", hint=f"Known are {known}."
+            f"the names of models of the family {family.name} in {name} are not known",
+            hint=f"ckpt knows them in {known}.",
         )
     renamed = translated(without(source, family.ignored), _with_names(description, name), "hf", name, partial=partial)
     return replace(renamed, extras={**source.extras, CONFIG: dict(description.config)})

@@ -107,7 +107,7 @@ def check(opened: OpenedCheckpoint) -> tuple[Notice, ...]:
 
 def _has_tensors(opened: OpenedCheckpoint) -> None:
     if not opened.checkpoint.parameters and not opened.located.format.is_own:
-        raise NotFoundError("has no tensor: it is no checkpoint", where=printable(str(opened.path)))
+        raise NotFoundError("has no tensor, so it is not a checkpoint", where=printable(str(opened.path)))
 
 
 def _has_short_names(opened: OpenedCheckpoint) -> None:

@@ -74,7 +74,7 @@ def format_of_ending(target: Path) -> str | None:
         )
     if ending and ending not in ENDINGS and (meant := _similar(ending)):
         raise InvalidArgumentError(
-            f"{printable(ending)} is no ending of a format; did you mean {meant}?",
+            f"{printable(ending)} is not the ending of a format; did you mean {meant}?",
             where=printable(str(target)),
             hint=f"Write {printable(target.stem)}{meant}, or name the format: --to universal writes a folder.",
         )

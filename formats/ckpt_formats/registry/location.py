@@ -290,7 +290,7 @@ def _meant(path: Path) -> str | None:
     if mark and run and path.with_name(run).exists():
         if (path.with_name(run) / "chain.json").is_file():
             return f"A state of a chain is {printable(run)}@1234, {printable(run)}@last or {printable(run)}@last~10."
-        return f"`@` names a state of a chain, and {printable(run)} is no chain."
+        return f"`@` names a state of a chain, and {printable(run)} is not a chain."
     if path.is_symlink():
         return f"It is a link to {printable(str(path.readlink()))}, which is not there."
     if not path.parent.is_dir():

@@ -47,7 +47,8 @@ def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
     problem = next(header_problems(checkpoint), None)
     if problem is not None:
         kind = IncompleteError if problem.kind == "coverage" else CorruptError
-        what = f"{printable(problem.tensors[0])}: {problem.what}" if problem.tensors else problem.what
+        of_one = problem.kind == "coverage" and problem.tensors
+        what = f"{printable(problem.tensors[0])}: {problem.what}" if of_one else problem.what
         raise kind(what, where=problem.where)
     return checkpoint
 
@@ -101,7 +102,7 @@ def newest_whole(
         hint = "Name the folder in which a run saves its checkpoints, not one of them."
         raise NotFoundError("holds no checkpoint", where=printable(str(run)), hint=hint)
     path, error = next(iter(newest.passed_over.items()))
-    what = f"none of its checkpoints is whole; the newest is {printable(path.name)}: {error.what}"
+    what = f"none of its checkpoints is complete; the newest is {printable(path.name)}: {error.what}"
     raise IncompleteError(what, where=printable(str(run)))
 
 

@@ -42,5 +42,5 @@ def _hint_newest_whole(run: Path, error: CkptError, options: ReadOptions) -> Non
     newest_first = [path for path in paths if path != damaged][: -_MAX_TRIED - 1 : -1]
     whole = first_whole(newest_first, options).checkpoint
     if whole is not None:
-        hint = f"The newest whole checkpoint is {printable(whole.path.name)}: name {printable(str(whole.path))}"
+        hint = f"The newest complete checkpoint is {printable(whole.path.name)}: name {printable(str(whole.path))}"
         error.hint = hint if error.hint is None else f"{error.hint} {hint}"

@@ -168,7 +168,9 @@ _RUNS = (
         re.compile(rf"common\.pt|{_MEGATRON_RANK.pattern}"),
     ),
 )
-_NAME_THE_STEP = "Name the folder of the step, or the file of weights if they are all that is wanted."
+_NAME_THE_STEP = (
+    "Name the folder of the step, or the file of weights if you need only them. `ckpt inspect` lists what is here."
+)
 
 
 def check_around(path: Path, names: Names, format: str) -> None:
@@ -198,7 +200,7 @@ def _is_step(path: Path, run: RunLayout) -> bool:
 def _content(pointer: Path) -> str:
     """What a pointer contains, for messages."""
     if not pointer.is_file():
-        return "it is no file"
+        return "it is not a file"
     try:
         with open_regular(pointer) as file:
             text = file.read(_MAX_SHOWN).decode("utf-8", "replace").strip()

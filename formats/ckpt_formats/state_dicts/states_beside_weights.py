@@ -85,25 +85,25 @@ def parameters_of(
     for name, own in values.items():
         decoded = decode(own, path)
         if not isinstance(decoded, dict):
-            raise CorruptError(f"the values of `{printable(name)}` are no object", where=path)
+            raise CorruptError(f"the values of `{printable(name)}` are not an object", where=path)
         parameters[name] = replace(parameters[name], values=decoded)
     return parameters, tuple(_groups(facts.get("groups"), states, path)), _step(facts.get("step"), path)
 
 
 def _groups(rows: Any, known: Mapping[str, Any], path: Path) -> Iterator[Group]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise CorruptError("the groups of the optimizer are no list of objects", where=path)
+        raise CorruptError("the groups of the optimizer are not a list of objects", where=path)
     for row in rows:
         options = decode(row.get("options"), path)
         if not isinstance(options, dict):
-            raise CorruptError("the options of a group are no object", where=path)
+            raise CorruptError("the options of a group are not an object", where=path)
         yield Group(options, tuple(_names(row.get("names"), known, path)))
 
 
 def _mapping(facts: Mapping[str, Any], key: str, known: Mapping[str, Any], path: Path) -> dict[str, Any]:
     entry = facts.get(key)
     if not isinstance(entry, dict):
-        raise CorruptError(f"the entry `{key}` of {KEY} is no object", where=path)
+        raise CorruptError(f"the entry `{key}` of {KEY} is not an object", where=path)
     _names(list(entry), known, path)
     return entry
 
@@ -121,5 +121,5 @@ def _names(names: Any, known: Mapping[str, Any], path: Path) -> list[str]:
 
 def _step(step: Any, path: Path) -> int | None:
     if step is not None and (not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 62):
-        raise CorruptError(f"the step in {KEY} is no step", where=path)
+        raise CorruptError(f"the step in {KEY} is not a step", where=path)
     return step

@@ -28,7 +28,7 @@ _LIST = "chain.json"
 _MARKS = (_LIST, "published/head.json", "manifest.json")
 """Names in a folder that show what it is, for a server that lists nothing."""
 _CHANGED = "was changed or replaced while it was read"
-_WAIT = "Read it when no process writes it any more."
+_WAIT = "Read it when no process writes it any longer."
 
 
 class HttpStore(ListedStore):

@@ -83,7 +83,7 @@ class HubRepository(ListedStore):
             with get_session().stream("GET", address, headers=headers, timeout=_TIMEOUT) as answer:
                 if known and answer.status_code in (401, 403, 404, 410):
                     del self._locations[key]
-                    raise Transient("the address of the file is not valid any more", pause=0)
+                    raise Transient("the address of the file is no longer valid", pause=0)
                 for one in (*answer.history, answer):
                     self._check_source(one.headers, self._objects[key].e_tag, where)
                 self._check(answer.status_code, answer.headers, self._objects[key].nbytes, where)
@@ -130,7 +130,7 @@ class HubRepository(ListedStore):
         if status in (401, 403):
             raise NotFoundError("the hub refuses to give the file", where=where, hint=_LOG_IN)
         if status == 404:
-            raise IncompleteError("is not in the repository any more", where=where)
+            raise IncompleteError("is no longer in the repository", where=where)
         raise CorruptError(f"the hub answers with status {status}", where=where)
 
     def level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:

@@ -43,7 +43,7 @@ _CLOCK_STEP = 2.0
 _MAX_SKIPPED = 64 << 20
 """Bytes that are read and dropped of an object whose store answers the whole of it in place of a range."""
 _CHANGED = "was changed or replaced while it was read"
-_WAIT = "Read it when no process writes it any more."
+_WAIT = "Read it when no process writes it any longer."
 
 
 class ObjectStore(ListedStore):

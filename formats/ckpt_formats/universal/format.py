@@ -148,7 +148,7 @@ class Universal(WritableFormat):
             check_storable(parameter)
         check_state_names(source.parameters.values())
         if self.single_file:
-            assert self.earlier_member is None, "a single file is no member of a chain"
+            assert self.earlier_member is None, "a single file is not a member of a chain"
             _check_header(source)
         packs = enumerate(_packs(source.parameters.values(), self.pack_nbytes))
         files = tuple(self._pack(number, parameters, source) for number, parameters in packs)

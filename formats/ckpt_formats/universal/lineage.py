@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 _HINT = "A delta cannot be read without its parent: put the folder back, or restore an earlier step."
 _REMOVED = (
-    "The chain there does not have this state any more, because `ckpt compact` removed it: take the chain from a copy, "
+    "The chain there no longer has this state, because `ckpt compact` removed it: take the chain from a copy, "
     "or write the delta again with `ckpt diff CHAIN CHECKPOINT -o DELTA`. `ckpt compact --keep STEP` keeps a state."
 )
 
@@ -45,7 +45,7 @@ class LoadedFiles:
         return once(self.manifests, path, lambda: manifest.load(path))
 
     def members(self, run: Path) -> Mapping[str, Path]:
-        """The folders of a chain by content id; empty if there is no chain."""
+        """The folders of a chain by content id; empty if there is not a chain."""
         if run not in self.chains:
             self.chains[run] = chain_file.folders_by_content(run)
         return self.chains[run]

@@ -314,7 +314,7 @@ def _pack(item: Any, check: FieldReader) -> Pack:
         return Pack(item[0], item[1], header)
     folder, number = item[3:]
     check.true(
-        isinstance(folder, str) and step_of(folder) is not None, f"packs: {folder!r:.60} is no member of a chain"
+        isinstance(folder, str) and step_of(folder) is not None, f"packs: {folder!r:.60} is not a member of a chain"
     )
     check.true(is_natural(number) and number < MAX_PACKS, "packs: the number of a pack of another member")
     return Pack(item[0], item[1], header, Owner(folder, number))

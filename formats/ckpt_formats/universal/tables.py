@@ -164,14 +164,14 @@ class Tables:
 def _codec(item: Any, check: FieldReader) -> CodecItem:
     codec, base = check.get(item, "codec"), check.get(item, "base")
     is_codec = isinstance(codec, dict) and isinstance(codec.get("name"), str)
-    check.true(is_codec or codec is None, "an item is no codec")
+    check.true(is_codec or codec is None, "an item is not a codec")
     check.true(base is None or (isinstance(base, str) and is_codec), "the base of an item")
     return CodecItem(Tables.text(codec), None if base is None else from_stored(base))
 
 
 def _delta(item: Any, check: FieldReader) -> DeltaItem:
     config = check.values(item, "codec")
-    check.true(isinstance(config.get("name"), str), "an item is no codec")
+    check.true(isinstance(config.get("name"), str), "an item is not a codec")
     own, parents = (check.texts(check.sequence(item, key), key) for key in ("states", "parent_states"))
     valid = 0 < len(own) == len(set(own)) and set(parents) <= set(own) and len(set(parents)) == len(parents)
     check.true(valid, "the states of an item")

@@ -71,7 +71,7 @@ class StateDictForm:
             if not set(params) <= names:
                 unknown = next(one for one in params if one not in names)
                 raise UnsupportedError(
-                    f"a parameter group lists {unknown!r:.80}, which is no tensor of the model",
+                    f"a parameter group lists {unknown!r:.80}, which is not a tensor of the model",
                     hint="Build the state dict with torch.distributed.checkpoint.state_dict.get_state_dict.",
                 )
             yield Group(own, tuple(params))

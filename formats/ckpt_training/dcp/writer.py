@@ -297,6 +297,6 @@ def _plain_value(data: Any, key: str) -> Value:
         return plain_note(torch.load(data, weights_only=True))
     except Exception as error:
         raise UnsupportedError(
-            f"`{printable(key)}` is no plain value: {type(error).__name__}",
+            f"`{printable(key)}` is not a plain value: {type(error).__name__}",
             hint="Leave it out of the state dict, or save its state_dict.",
         ) from error

@@ -116,7 +116,7 @@ def _select(every: list[_Chosen], only: Sequence[str], skip: Sequence[str], stat
     known = dict.fromkeys(one.state for one in every)
     for state in states:
         if state not in known:
-            hint = f"There are: {', '.join(map(printable, known))}."
+            hint = f"Its states are {', '.join(map(printable, known))}."
             raise NoMatchError(f"no tensor has the state `{printable(state)}`", hint=hint)
     names = {
         name

@@ -29,7 +29,7 @@ def connect(url: str) -> Cluster:
             hint=f"Install it, here and on all workers: pip install 'ckpt-suite[{extra}]'.",
         ) from None
     raise InvalidArgumentError(
-        "is no executor that ckpt knows",
+        "is not an executor that ckpt knows",
         where=printable(url),
         hint="It is dask://HOST:PORT, ray://HOST:PORT, or ray:// for a cluster that runs here.",
     )

@@ -168,7 +168,7 @@ def build_bytes(cls: Global, args: Args, where: str) -> Value:
     try:
         return args[0].encode("latin-1")
     except UnicodeEncodeError:
-        raise CorruptError("a byte string contains characters that are no bytes", where=where) from None
+        raise CorruptError("a byte string contains characters that are not bytes", where=where) from None
 
 
 def build_bytearray(cls: Global, args: Args, where: str) -> Value:

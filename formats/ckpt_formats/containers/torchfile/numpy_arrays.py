@@ -118,7 +118,9 @@ def _from_bytes(dtype: DType, shape: Value, order: str, data: bytes | bytearray 
         try:
             data = data.encode("latin-1")
         except UnicodeEncodeError:
-            raise CorruptError("the bytes of a NumPy array contain characters that are no bytes", where=where) from None
+            raise CorruptError(
+                "the bytes of a NumPy array contain characters that are not bytes", where=where
+            ) from None
     size = prod(_checked_shape(shape, where))
     if size * dtype.itemsize != len(data) or (dtype.itemsize == 0 and size > 1):
         raise CorruptError(
@@ -128,7 +130,7 @@ def _from_bytes(dtype: DType, shape: Value, order: str, data: bytes | bytearray 
         return np.zeros(shape, dtype)
     flat = np.frombuffer(bytes(data), dtype)
     if dtype.kind == "U" and not is_text(flat):
-        raise CorruptError("a NumPy array of text with what is no character", where=where)
+        raise CorruptError("a NumPy array of text with invalid characters", where=where)
     if order == "F":
         return flat.reshape(shape[::-1]).T
     return flat.reshape(shape)

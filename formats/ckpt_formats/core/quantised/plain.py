@@ -343,11 +343,11 @@ class _Module:
 
     def _json(self, own: str) -> dict[str, Any]:
         if self.form(own)[1] != "uint8":
-            raise NotDecodable(f"has a `{printable(own)}` that is no text")
+            raise NotDecodable(f"has a `{printable(own)}` that is not a text")
         try:
             value = json.loads(self.small(own).tobytes())
         except (ValueError, RecursionError) as error:
-            raise NotDecodable(f"has a `{printable(own)}` that is no JSON") from error
+            raise NotDecodable(f"has a `{printable(own)}` that is not JSON") from error
         return value if isinstance(value, dict) else {}
 
     def mxfp4(self) -> list[PlainWeight]:
@@ -369,7 +369,7 @@ class _Module:
         (shape, _), _ = self.form(parts[0]), self.form(parts[1])
         self.only(*parts)
         if len(shape) < 2:
-            raise NotDecodable("has codes that are no matrix")
+            raise NotDecodable("has codes that are not a matrix")
         plain = (*shape[:-1], 2 * shape[-1])
         return [self.weight("weight", lambda: Mxfp4(plain, transposed=False, grouped=False), parts)]
 
@@ -378,7 +378,7 @@ class _Module:
         (shape, _), (overall, _) = self.form(parts[0]), self.form(parts[2])
         self.only(*parts)
         if not shape:
-            raise NotDecodable("has codes that are no matrix")
+            raise NotDecodable("has codes that are not a matrix")
         return [self.weight("weight", lambda: Nvfp4((*shape[:-1], 2 * shape[-1]), overall), parts)]
 
     def packed_integers(self) -> list[PlainWeight]:
@@ -403,7 +403,7 @@ class _Module:
     def gptq_or_awq(self) -> list[PlainWeight]:
         (words, _), (zeros, _), (scales, scale) = (self.form(own) for own in ("qweight", "qzeros", "scales"))
         if not len(words) == len(zeros) == len(scales) == 2:
-            raise NotDecodable("has codes that are no matrix")
+            raise NotDecodable("has codes that are not a matrix")
         groups, outputs = scales
         if words[1] * 8 == outputs and "g_idx" not in self.tensors:
             parts = ("qweight", "qzeros", "scales")

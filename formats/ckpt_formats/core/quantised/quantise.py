@@ -137,7 +137,9 @@ def quantised(source: Checkpoint, scheme: str, plain: Sequence[str] = ()) -> Che
             f"{scheme} is written by the format gguf alone", hint="Save with `Gguf(outtype='q8_0')`: --to gguf."
         )
     if scheme not in _SCHEMES:
-        raise InvalidArgumentError(f"{scheme!r:.40} is no scheme that ckpt writes: {', '.join(SCHEMES_TO_WRITE)}")
+        raise InvalidArgumentError(
+            f"{scheme!r:.40} is not a scheme that ckpt writes; it writes {', '.join(SCHEMES_TO_WRITE)}"
+        )
     for pattern in plain:
         safe_pattern(pattern, "--leave-plain")
         if not any(search(pattern, name) for name in source.parameters):

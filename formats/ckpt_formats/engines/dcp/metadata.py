@@ -288,7 +288,7 @@ class MetadataReader:
 
     def _transforms(self, names: Value) -> tuple[str, ...]:
         if type(names) not in (list, tuple) or not all(type(name) is str for name in names):
-            raise self._corrupt("an item's transformations are no list of names")
+            raise self._corrupt("an item's transformations are not a list of names")
         return tuple(names)
 
     def _file(self, name: Value) -> str:

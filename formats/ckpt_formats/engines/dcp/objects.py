@@ -116,7 +116,7 @@ def check_between(item: ItemRange, items: Collection[ItemRange], where: Path) ->
 def _decompressed(frame: Frame, value: Value) -> Value:
     """A value of a compressed object; a tensor gets a blob that reads from the decoded bytes."""
     if isinstance(value, (Storage, StorageSlice)):
-        raise UnsupportedError("the object is compressed and contains a storage that is no tensor", where=frame.path)
+        raise UnsupportedError("the object is compressed and contains a storage that is not a tensor", where=frame.path)
     if not isinstance(value, TensorRef):
         return value
     (fragment,) = tensor_of(value).fragments

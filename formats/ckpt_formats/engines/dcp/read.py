@@ -296,7 +296,7 @@ def _check_objects(folder: Path, by_rank: Sequence[Metadata], missing: frozenset
     objects = [name for metadata in by_rank for name, item in metadata.objects.items() if item.file in missing]
     if objects:
         raise IncompleteError(
-            f"a missing file had {len(objects)} values that are no tensors, such as `{printable(objects[0])}`",
+            f"a missing file had {len(objects)} values that are not tensors, such as `{printable(objects[0])}`",
             where=folder,
             hint="Copy that file; or take the full state of another step.",
         )

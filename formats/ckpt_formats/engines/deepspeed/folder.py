@@ -108,7 +108,7 @@ def step_of(path: Path, pointer: str = "latest", is_step: Callable[[Path], bool]
             hint=hint,
         )
     if not is_step(path / tag):
-        raise NotFoundError(f"`{pointer}` names {printable(tag)!r}, which is no checkpoint", where=latest, hint=hint)
+        raise NotFoundError(f"`{pointer}` names {printable(tag)!r}, which is not a checkpoint", where=latest, hint=hint)
     return path / tag
 
 

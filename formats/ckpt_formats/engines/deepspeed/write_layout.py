@@ -122,7 +122,7 @@ def _pipeline(source: Checkpoint, pp: int, firsts: Sequence[int] | None) -> Pipe
         return pipeline.split(pp, firsts)
     if pp > 1 or firsts:
         raise UnsupportedError(
-            "the source is no pipeline, so its layers are not known", hint="Leave --pp and --stages out."
+            "the source is not a pipeline, so its layers are not known", hint="Leave --pp and --stages out."
         )
     return None
 

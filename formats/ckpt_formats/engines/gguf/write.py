@@ -105,7 +105,7 @@ def _values(source: Checkpoint) -> Mapping[str, Value]:
     values = source.extras.get(GGUF_VALUES)
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UnsupportedError(
-            "the source is no model of llama.cpp: names and sizes for llama.cpp are not known",
+            "the source is not a model of llama.cpp: names and sizes for llama.cpp are not known",
             where=source.path,
             hint="Convert a .gguf file.",
         )

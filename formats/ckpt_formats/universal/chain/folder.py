@@ -143,7 +143,7 @@ def check_empty(run: Path) -> None:
     other_names = sorted(one.name for one in run.iterdir() if one.name not in locks and not _is_of_chain(one.name))
     if other_names:
         raise OutputError(
-            f"the folder is no chain, and contains {other_names[0]!r:.80}",
+            f"the folder is not a chain, and contains {other_names[0]!r:.80}",
             where=run,
             hint="Name a folder that does not exist.",
         )
