@@ -148,6 +148,13 @@ def note_left_out(checkpoint: Checkpoint, part: Checkpoint) -> None:
     notes.note(Notice(f"--only and --skip leave out {len(left_out):,} of {every:,} parameters", left_out))
 
 
+def withdraw_missing_base() -> None:
+    """Forget the note that an adapter is without its base model: the command has both."""
+    from ckpt_formats.engines.hf.read import WITHOUT_BASE
+
+    notes.withdraw(WITHOUT_BASE)
+
+
 def expand_chain(path: str, last: int | None = None) -> tuple[str, ...]:
     """The addresses of all stored states of a chain, the oldest first; any other path alone.
 

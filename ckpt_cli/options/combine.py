@@ -118,11 +118,9 @@ def merged_lora(command: F) -> F:
         **arguments: Any,
     ) -> Any:
         from ckpt.combine import merge_lora
-        from ckpt_cli.reading import chosen, noted
-        from ckpt_cli import notes
-        from ckpt_formats.engines.hf.read import WITHOUT_BASE
+        from ckpt_cli.reading import chosen, noted, withdraw_missing_base
 
-        notes.withdraw(WITHOUT_BASE)  # its base is MODEL
+        withdraw_missing_base()
         if not math.isfinite(scale):
             raise click.UsageError("--scale is a number such as 0.5.")
         merged = merge_lora(_widened(model, dtype), adapter, scale, expert_axes=expert_axes)

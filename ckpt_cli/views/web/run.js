@@ -48,7 +48,7 @@ function chart(wide, tall) {
 }
 
 head();
-by("sizes-legend").append(el("span", {}, el("i", { class: "swatch base" }), "whole"),
+by("sizes-legend").append(el("span", {}, el("i", { class: "swatch base" }), "complete"),
   ...(whole.length < checkpoints.length ? [el("span", {}, el("i", { class: "swatch broken" }), "incomplete; full height if its size is not known")] : []));
 by("sizes").hidden = !checkpoints.length;
 fitted(by("sizes-chart"), (width) => chart(width, width < 600 ? 220 : 260));
@@ -60,6 +60,6 @@ listing({
     { key: "step", title: "step", value: (row) => row.step, cell: (row) => (row.step === null ? "\u2013" : integer(row.step)) },
     { key: "nbytes", title: "size", value: (row) => row.nbytes, cell: (row) => bytes(row.nbytes) },
     { key: "format", title: "format", text: true, value: (row) => row.format || "", cell: (row) => named(row.format || "\u2013", 60) },
-    { key: "headers", title: "headers", text: true, value: (row) => row.problem || "", cell: (row) => (row.whole ? "complete" : el("span", { class: "problem" }, named(`not whole: ${row.problem}`, 400))) },
+    { key: "headers", title: "headers", text: true, value: (row) => row.problem || "", cell: (row) => (row.whole ? "complete" : el("span", { class: "problem" }, named(`incomplete: ${row.problem}`, 400))) },
   ],
 });

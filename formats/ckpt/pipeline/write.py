@@ -85,9 +85,9 @@ def write(
             writing = _Writing(work, stage, stop)
             result = writing.run(cluster, count_bytes, show_status)
         except KeyboardInterrupt as error:
-            kept = 0 if writing is None else writing.nbytes_kept()
+            nbytes = 0 if writing is None else writing.nbytes_kept()
             where = stage.path if is_remote(stage.path) else stage.workspace
-            raise JobInterrupted(error.args, kept, where, stage.clean_command) from error
+            raise JobInterrupted(error.args, nbytes, where, stage.clean_command) from error
         except CkptError as error:
             if isinstance(error, OutputError) or stage.is_shared:
                 raise
