@@ -99,8 +99,9 @@ def convert(inputs: Path, out: Path, gigabytes: float) -> Iterator[Section]:
     for form in FORMATS:
         source = _written(inputs, form, gigabytes)
         name, copied = f"convert {form} to universal", f"cp + fsync, {form}"
-        goal = Goal(name, ckpt("convert", source, out), "1.2 x cp + fsync + 0.3 s", times(1.2, copied, 0.3))
-        yield Section((goal,), {copied: copy(source, out)})
+        folder = Goal(name, ckpt("convert", source, f"{out}/"), "1.2 x cp + fsync + 0.3 s", times(1.2, copied, 0.3))
+        one_file = Goal(f"{name}, .ucp", ckpt("convert", source, f"{out}.ucp"), "1.15 x the folder", times(1.15, name))
+        yield Section((folder, one_file), {copied: copy(source, out)})
         _remove(source)
 
 

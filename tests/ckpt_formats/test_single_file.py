@@ -18,7 +18,8 @@ from safetensors import safe_open
 from ckpt.findings import find_problems
 from ckpt.job import save
 from ckpt.pipeline import Execution
-from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
+from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import ReadOptions
@@ -233,11 +234,51 @@ def test_an_interrupted_job_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> 
         if done > 0.95 * total:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        save(source(), tmp_path / "one.ucp", Universal(pack_nbytes=1), resources=Execution(1, 1 << 20), progress=stop)
-    assert not (tmp_path / "one.ucp").exists()
-    assert save(source(), tmp_path / "one.ucp", Universal(pack_nbytes=1), resources=EFFORT).resumed > 0
-    assert (tmp_path / "one.ucp").read_bytes() == (tmp_path / "good.ucp").read_bytes()
+    def interrupt() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            save(source(), one, Universal(pack_nbytes=1), resources=Execution(1, 1 << 20), progress=stop)
+        assert not one.exists()
+
+    one, staged = tmp_path / "one.ucp", tmp_path / ".one.ucp.ckpt-partial" / "data" / "checkpoint.ucp"
+    interrupt()
+    resumed = save(source(), one, Universal(pack_nbytes=1), resources=EFFORT).resumed
+    assert resumed > 0
+    assert one.read_bytes() == (tmp_path / "good.ucp").read_bytes()
+    one.unlink()
+    interrupt()
+    first = next(iter(open_checkpoint(tmp_path / "good.ucp").parameters.values())).states[MASTER].fragments[0].blob
+    assert isinstance(first, FileBlob)
+    with staged.open("r+b") as file:  # as after a crash of the machine, before this had reached the disk
+        file.seek(first.offset)
+        file.write(bytes(first.span))
+    again = save(source(), one, Universal(pack_nbytes=1), resources=EFFORT)
+    assert 0 < again.resumed < resumed
+    assert one.read_bytes() == (tmp_path / "good.ucp").read_bytes()
+
+
+def test_states_that_are_not_encoded_are_written_once(tmp_path: Path) -> None:
+    """Packs that were put together would be written twice. The copies are rounded masters, which are not stored."""
+    values = np.random.default_rng(1).standard_normal((8, 1 << 17), np.float32)
+    save(
+        checkpoint(
+            parameter(f"p{i}", {MODEL: row.astype(DTYPES["bfloat16"]), MASTER: row, "exp_avg": row[::-1].copy()})
+            for i, row in enumerate(values)
+        ),
+        tmp_path / "source",
+        Universal(),
+        resources=EFFORT,
+    )
+    before = _written()
+    save(open_checkpoint(tmp_path / "source"), tmp_path / "one.ucp", Universal(pack_nbytes=1 << 20), resources=EFFORT)
+    nbytes = (tmp_path / "one.ucp").stat().st_size
+    assert nbytes > 2 * values.nbytes
+    assert nbytes <= _written() - before < 1.02 * nbytes
+
+
+def _written() -> int:
+    """The bytes that this process has written, copies within the system counted."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["wchar"])
 
 
 def test_the_original_file_comes_back_from_it(tmp_path: Path) -> None:

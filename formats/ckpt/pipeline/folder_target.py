@@ -79,12 +79,20 @@ class _Direct:
     """The sink of a process that writes a target alone: files are written where they stay."""
 
     data: Path
+    product: str | None
+    """The single file that is the target, if it is one."""
     parallel: ClassVar[int] = 4
 
     def persist(self, receipt: Receipt) -> Receipt:
-        """Flush the file to the disk. Small files are flushed at the end, where one commit covers many."""
-        if receipt.nbytes >= _LARGE:
+        """Flush to the disk what stays. Small files are flushed at the end, where one commit covers many.
+
+        What is copied into a single file at the end is not flushed: after a crash, its checksums say what is intact.
+        """
+        stays = self.product is None or self.product == receipt.file
+        if stays and receipt.nbytes >= _LARGE:
             flush_or_remove(self.data / receipt.file)
+        if self.product is not None and receipt.placed >= _LARGE:
+            flush_or_remove(self.data / self.product)
         return receipt
 
 
@@ -158,12 +166,13 @@ class FolderTarget(StagedTarget):
                 if self.is_shared or format.is_intact(self.folder / _DATA, receipt, reader):
                     complete[receipt.file] = receipt
         if not self.is_shared:
-            self.data.delete(self.data.list().keys() - complete.keys())
+            placed = {self.product} if any(receipt.placed for receipt in complete.values()) else set()
+            self.data.delete(self.data.list().keys() - complete.keys() - placed)
         return complete
 
     def attempt(self) -> AbstractContextManager[Sink]:
         if not self.is_shared:
-            return nullcontext(_Direct(self.folder / _DATA))
+            return nullcontext(_Direct(self.folder / _DATA, self.product))
         return SharedTarget(self.data, self.notes).attempt()
 
     def is_published(self) -> bool:
@@ -174,7 +183,7 @@ class FolderTarget(StagedTarget):
         data = self._take_over(receipts) if self.is_shared else self.folder / _DATA
         commit(data)
         try:
-            is_flushed = flush_all(data)
+            is_flushed = flush_all(data) if self.product is None else flush_or_remove(data / self.product)
         except FlushError:
             if self.is_shared:
                 os.rename(data, self.folder / _DATA)  # where shards write what is missing now

@@ -40,6 +40,7 @@ def _json(receipt: Receipt) -> dict[str, Any]:
         "read": to_text(receipt.evidence),
         **({"changes": [_change_json(change) for change in receipt.changes]} if receipt.changes else {}),
         **({"zeros": receipt.zeros} if receipt.zeros else {}),
+        **({"placed": receipt.placed} if receipt.placed else {}),
     }
 
 
@@ -48,7 +49,10 @@ def _receipt(fields: Mapping[str, Any]) -> Receipt:
     parts = fields["file"].split("/")
     if not all(parts) or "\0" in fields["file"] or {".", ".."} & set(parts):
         raise ValueError("no file of a target")
-    if not (is_natural(fields["nbytes"]) and isinstance(fields["entry"], dict) and isinstance(fields["e_tag"], str)):
+    placed = fields.get("placed", 0)
+    if not (is_natural(fields["nbytes"]) and is_natural(placed)):
+        raise ValueError("no lengths")
+    if not (isinstance(fields["entry"], dict) and isinstance(fields["e_tag"], str)):
         raise ValueError("no receipt")
     return Receipt(
         fields["file"],
@@ -59,6 +63,7 @@ def _receipt(fields: Mapping[str, Any]) -> Receipt:
         fields["e_tag"],
         tuple(map(_change, fields.get("changes", ()))),
         tuple(map(_zeros, fields.get("zeros", ()))),
+        placed,
     )
 
 

@@ -150,7 +150,7 @@ class _Writing:
         zeros = tuple(zero_notices(work.source, (run for receipt in receipts for run in receipt.zeros)))
         with stage.publishing(wait=not fresh, stop=self._stop) as publisher:
             if publisher is not None:
-                nbytes = sum(receipt.nbytes for receipt in receipts)
+                nbytes = sum(receipt.written for receipt in receipts)
                 pending = self._pending(fresh, resumed, {})
                 return replace(
                     pending, files=len(receipts), nbytes=nbytes, publisher=publisher, changed=changed, zeros=zeros
@@ -172,7 +172,7 @@ class _Writing:
         return Result(
             listed_again(stage.path),
             1 if work.plan.single_file else len(receipts),
-            sum(receipt.nbytes for receipt in receipts),
+            sum(receipt.written for receipt in receipts),
             len(resumed),
             len(self._checks),
             0.0,
@@ -187,11 +187,11 @@ class _Writing:
         return self._nbytes(self._done)
 
     def _nbytes(self, files: Iterable[str]) -> int:
-        return sum(self._done[file].nbytes for file in files)
+        return sum(self._done[file].written for file in files)
 
     def _pending(self, fresh: list[Receipt], resumed: Collection[str], missing: dict[int, tuple[str, ...]]) -> Result:
         """The result of a shard while the target is not published."""
-        nbytes = sum(receipt.nbytes for receipt in fresh)
+        nbytes = sum(receipt.written for receipt in fresh)
         changed = totals(change for receipt in fresh for change in receipt.changes)
         return Result(
             self._stage.path,

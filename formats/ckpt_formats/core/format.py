@@ -175,6 +175,13 @@ class Receipt:
     """What was changed in the file's values other than by rounding."""
     zeros: tuple[ZeroRun, ...] = ()
     """Where the files that were read for it have nothing but zeros."""
+    placed: int = 0
+    """Bytes that were written at their place in the plan's single file at once, besides the file of this receipt."""
+
+    @property
+    def written(self) -> int:
+        """All bytes that were written."""
+        return self.nbytes + self.placed
 
 
 class Format(ABC):

@@ -35,7 +35,9 @@ from ckpt_formats.universal.tables import Tables
 
 if TYPE_CHECKING:
     from ckpt_formats.universal.delta_plan import DeltaBase
+    from ckpt_formats.universal.entry import Extent
     from ckpt_formats.universal.unchanged import EarlierMember
+    from ckpt_formats.universal.write_single_file import Placement
 
 _NO_PARAMETERS: Mapping[str, Parameter] = {}
 """Those of the parent of a base."""
@@ -76,14 +78,19 @@ class PackContent:
     """The parameters that are stored as deltas, by name."""
     errors: Mapping[tuple[str, str], ErrorFigures] = field(default_factory=dict)
     """The figures of states that are approximate already, by parameter and state."""
+    place: "Extent | None" = None
+    """Where in a single file the states lie whose lengths are known before they are written."""
 
 
 @dataclass(frozen=True)
 class _WrittenPacks(PackFiles):
     """The packs in a folder that is being written: there is no list of them yet."""
 
+    placed: int | None = None
+    """The number that states have which lie in the single file already."""
+
     def path(self, number: int) -> Path:
-        return pack_path(self.checkpoint, number)
+        return self.checkpoint / _SINGLE_FILE if number == self.placed else pack_path(self.checkpoint, number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +157,20 @@ class Universal(WritableFormat):
         if self.single_file:
             assert self.earlier_member is None, "a single file is not a member of a chain"
             _check_header(source)
-        packs = enumerate(_packs(source.parameters.values(), self.pack_nbytes))
-        files = tuple(self._pack(number, parameters, source) for number, parameters in packs)
-        return Plan(files, single_file=_SINGLE_FILE if self.single_file else None)
+        packs = list(_packs(source.parameters.values(), self.pack_nbytes))
+        files = tuple(self._pack(number, parameters, source) for number, parameters in enumerate(packs))
+        if not self.single_file:
+            return Plan(files)
+        placement = self._placement(packs)
+        if placement is not None:
+            files = tuple(map(_placed, files, placement.extents))
+        return Plan(files, single_file=_SINGLE_FILE)
+
+    def _placement(self, packs: Sequence[Sequence[Parameter]]) -> "Placement | None":
+        """Where states lie in the single file; None if their lengths are known only when they are encoded."""
+        from ckpt_formats.universal.write_single_file import Placement
+
+        return None if self.encoding is not None else Placement.of(packs)
 
     def _pack(self, number: int, parameters: tuple[Parameter, ...], source: Checkpoint) -> FilePlan:
         keys = ((p.name, state) for p in parameters for state in p.states) if source.errors else ()
@@ -172,7 +190,7 @@ class Universal(WritableFormat):
         assert isinstance(content, PackContent)
         path = folder / file.file
         path.parent.mkdir(exist_ok=True)
-        bases = self.bases(file, transfer)
+        bases, place = self.bases(file, transfer), content.place
         written = write_pack(
             path,
             content.number,
@@ -182,6 +200,7 @@ class Universal(WritableFormat):
             bases,
             content.errors,
             self.earlier_member,
+            None if place is None else (folder / _SINGLE_FILE, place),
         )
         pack, index = written.pack, index_of(written.entries)
         header = Seal(Path(file.file), 0, pack.header_nbytes, "xxh3-128", hash_number(pack.header), "header")
@@ -189,16 +208,21 @@ class Universal(WritableFormat):
             "pack": [pack.nbytes, pack.header_nbytes, pack.header],
             "index": b64encode(index.dump()).decode(),
             "tables": index.tables.to_json(),
+            **({} if place is None else {"placed": place.pack}),
         }
-        return Receipt(file.file, pack.nbytes, (header,), entry, transfer.reader.evidence())
+        nbytes = 0 if place is None else place.nbytes
+        return Receipt(file.file, pack.nbytes, (header,), entry, transfer.reader.evidence(), placed=nbytes)
 
     def is_intact(self, folder: Path, receipt: Receipt, reader: Reader) -> bool:
         """Of a pack, the seal is that of its header; the checksums of all else are in its part of the index."""
         if not super().is_intact(folder, receipt, reader):
             return False
-        parts = pack_parts(_WrittenPacks(folder, ()), _index_of(receipt, folder), 0)
-        own = folder / receipt.file  # other states lie in packs of an earlier member
-        return not any(part.unequal(reader) for part in parts if part.path == own)
+        placed = receipt.entry.get("placed")
+        if (placed is not None) != (self.single_file and self.encoding is None):
+            return False  # an earlier release wrote it, which put packs together in another way
+        parts = pack_parts(_WrittenPacks(folder, (), placed), _index_of(receipt, folder), 0)
+        own = folder / receipt.file, folder / _SINGLE_FILE  # other states lie in packs of an earlier member
+        return not any(part.unequal(reader) for part in parts if part.path in own)
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
         indexes = [_index_of(receipt, folder) for receipt in receipts]
@@ -220,7 +244,8 @@ class Universal(WritableFormat):
         if self.content not in (None, result.content):
             raise _changed(result, source)
         if self.single_file:
-            _write_single_file(folder, result)
+            parameters = list(_packs(source.parameters.values(), self.pack_nbytes))
+            _write_single_file(folder, result, self._placement(parameters))
             return
         data, (original_fields, form) = result.entries.dump(), original.dump(source.original)
         (folder / manifest.INDEX).write_bytes(data)
@@ -279,12 +304,17 @@ def _index_of(receipt: Receipt, folder: Path) -> Index:
     return Index(stored, Tables.of_json(receipt.entry["tables"], FieldReader(folder)))
 
 
-def _write_single_file(folder: Path, result: Manifest) -> None:
+def _placed(file: FilePlan, place: "Extent") -> FilePlan:
+    assert isinstance(file.content, PackContent)
+    return replace(file, content=replace(file.content, place=place))
+
+
+def _write_single_file(folder: Path, result: Manifest, placement: "Placement | None") -> None:
     """Put the packs in a folder together, with the index and the manifest behind them."""
     from ckpt_formats.universal import write_single_file as single
 
     packs = [(folder / pack_file(number), pack) for number, pack in enumerate(result.packs)]
-    draft, (fields, form) = single.draft(result.entries, packs), original.dump(result.original)
+    draft, (fields, form) = single.draft(result.entries, packs, placement), original.dump(result.original)
     index, nbytes = draft.index.dump(), 0
     last = () if form is None else (form,)
     for _ in range(2):  # the header has the length of the manifest, and the manifest the checksum of the header
@@ -292,7 +322,8 @@ def _write_single_file(folder: Path, result: Manifest) -> None:
         stated = replace(result, entries=draft.index, packs=(draft.pack(header),))
         text = manifest.dump(stated, index, fields)
         nbytes = len(text)
-    single.write(folder / _SINGLE_FILE, header, draft.pieces, (*last, index, text))
+    begin = draft.header_nbytes if placement is None else placement.end
+    single.write(folder / _SINGLE_FILE, header, begin, draft.pieces, (*last, index, text))
 
 
 def _check_header(source: Checkpoint) -> None:

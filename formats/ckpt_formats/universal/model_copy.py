@@ -35,10 +35,7 @@ class ModelCopy:
     @classmethod
     def of(cls, parameter: Parameter) -> "ModelCopy | None":
         """None if the parameter has not both, of one shape, or if the master cannot be rounded to the copy."""
-        master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
-        if master is None or copy is None or master.shape != copy.shape:
-            return None
-        return cls(copy, master) if can_derive(master.dtype, copy.dtype) else None
+        return cls(parameter.states[MODEL], parameter.states[MASTER]) if has_copy(parameter) else None
 
     def compare(
         self, box: Box, master: Array, transfer: Transfer, tensor: Tensor, decoded: Array | None = None
@@ -107,3 +104,11 @@ class ModelCopy:
         return StateEntry(
             self.tensor.dtype.name, self.tensor.shape, digests, None, self._codec.config(), MASTER, error=error
         )
+
+
+def has_copy(parameter: Parameter) -> bool:
+    """Whether a parameter has a master and a copy of it, which may turn out to be the rounded master."""
+    master, copy = parameter.states.get(MASTER), parameter.states.get(MODEL)
+    if master is None or copy is None or master.shape != copy.shape:
+        return False
+    return can_derive(master.dtype, copy.dtype)

@@ -26,13 +26,12 @@ from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.chunked import ChunkDigests, chunk_digests
 from ckpt_formats.universal.delta_plan import DeltaBase, DeltaPlan, plan_delta
 from ckpt_formats.universal.encode_state import choose, flat, write_coded
-from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
+from ckpt_formats.universal.entry import DeltaEntry, Extent, ParameterEntry, StateEntry
 from ckpt_formats.universal.manifest import VERSION
-from ckpt_formats.universal.model_copy import ModelCopy
-from ckpt_formats.universal.pack_file import Mark, PackFile
+from ckpt_formats.universal.model_copy import ModelCopy, has_copy
+from ckpt_formats.universal.pack_file import Mark, PackFile, PlacedStates
 from ckpt_formats.universal.pack_headers import SlotNames
 from ckpt_formats.universal.read_states import DELTA
-from ckpt_formats.universal.shared_packs import is_own
 from ckpt_formats.universal.unchanged import EarlierMember, SharedStates
 from ckpt_formats.universal.write_delta import write_delta
 from ckpt_formats.universal.write_replayed import (
@@ -102,6 +101,7 @@ def write_pack(
     bases: Mapping[str, DeltaBase] | None = None,
     errors: Mapping[tuple[str, str], ErrorFigures] | None = None,
     earlier: EarlierMember | None = None,
+    placed: tuple[Path, Extent] | None = None,
 ) -> WrittenPack:
     """Write all states: plain, in encoded chunks, or as deltas, for parameters in `bases`, where these are smaller.
 
@@ -110,7 +110,7 @@ def write_pack(
     The order is that of the parameters and their states; then the model's copies; then, in this order again, states
     and copies whose length is no multiple of 8, the largest elements first. A copy is not stored if it is the rounded
     master, which is known only when the master was written. `errors`: the figures of states that were approximate
-    before.
+    before. `placed`: the single file and the range in it where those in `placed_states` are written, not to `path`.
     """
     with ExitStack() as stack:
         # A spill has the same name when an interrupted command is run again, so that no file stays.
@@ -124,10 +124,12 @@ def write_pack(
             own = list(readable)
             shared, readable = _shared(own, earlier, bases or {}, coding, transfer), iter(own)
         out = stack.enter_context(PackFile(path, number, header_nbytes(parameters, coding, shared)))
+        single = None if placed is None else stack.enter_context(PlacedStates(*placed))
         writer = StatesWriter(out, transfer, coding)
-        for parameter in readable:
+        for original, parameter in zip(parameters, readable, strict=True):
             base = (bases or {}).get(parameter.name)
-            writer.add(parameter, base, shared.get(parameter.name, {}))
+            at_once = () if single is None else placed_states(original)
+            writer.add(parameter, base, shared.get(parameter.name, {}), placed=at_once, single=single)
         return finish_pack(out, writer.finish(errors or {}))
 
 
@@ -146,16 +148,19 @@ class StatesWriter:
         base: DeltaBase | None = None,
         shared: Mapping[str, StateEntry] = {},
         plan: DeltaPlan | None = None,
+        placed: Sequence[str] = (),
+        single: PackFile | None = None,
     ) -> DeltaEntry | None:
         """Write a parameter, but for the states that come last, and return its delta, if it has one.
 
         `shared`: the states that are not stored. `plan`: how it is stored as a delta, if that is known already.
+        `placed`: the states that lie in the file `single`.
         """
         with at_tensor(printable(parameter.name)):
             draft = _begin(self._out, parameter, self._transfer, self._coding, base, shared, plan)
         self._drafts.append(draft)
         for state in draft.remaining(copies=False, aligned=True):
-            self._write(draft, state)
+            self._write(draft, state, single if state in placed else None)
         return draft.delta
 
     def undo(self, mark: Mark) -> None:
@@ -173,17 +178,36 @@ class StatesWriter:
                 self._write(draft, state)
         return tuple(_entry(draft, errors) for draft in self._drafts)
 
-    def _write(self, draft: _Draft, state: str) -> None:
-        _write_state(self._out, draft, state, self._transfer, self._coding)
+    def _write(self, draft: _Draft, state: str, out: PackFile | None = None) -> None:
+        _write_state(out or self._out, draft, state, self._transfer, self._coding)
 
 
 def finish_pack(out: PackFile, entries: Sequence[ParameterEntry]) -> WrittenPack:
     """Write the header of a pack, when all its states are written."""
-    stored = [replace(entry, states={k: s for k, s in entry.states.items() if is_own(s)}) for entry in entries]
+    stored = [
+        replace(entry, states={name: state for name, state in entry.states.items() if _is_in(state, out.number)})
+        for entry in entries
+    ]
     header = header_bytes(stored_slots(stored, out.header_nbytes), _METADATA, out.header_nbytes)
     out.finish(header)
     header_hash = hash_text(xxhash.xxh3_128_intdigest(header))
     return WrittenPack(Pack(out.position, out.header_nbytes, header_hash), tuple(entries))
+
+
+def _is_in(state: StateEntry, number: int) -> bool:
+    return state.extent is not None and state.extent.pack == number
+
+
+def placed_states(parameter: Parameter) -> list[str]:
+    """The states whose place in a single file is known before they are written, if none is encoded: in their order.
+
+    Not copies, which may not be stored; none of what is replayed, since it is written in another order; and none after
+    which others would not be aligned.
+    """
+    if stored_delta_of(parameter) is not None or replays_of_boxes(parameter):
+        return []
+    copy = MODEL if has_copy(parameter) else None
+    return [state for state, tensor in parameter.states.items() if state != copy and is_aligned(tensor)]
 
 
 def check_storable(parameter: Parameter) -> None:

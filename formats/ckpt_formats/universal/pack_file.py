@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -28,10 +29,14 @@ class PackFile:
     def __init__(self, path: Path, number: int, header_nbytes: int) -> None:
         self.number = number
         self.header_nbytes = header_nbytes
-        self._out = path.open("w+b", buffering=_BUFFER)
+        self._out = self._open(path)
         self._out.seek(header_nbytes)
         self.position = header_nbytes
         """Where the next bytes will be."""
+
+    @staticmethod
+    def _open(path: Path) -> BinaryIO:
+        return path.open("w+b", buffering=_BUFFER)
 
     def __enter__(self) -> "PackFile":
         return self
@@ -77,6 +82,25 @@ class PackFile:
         """Write the header."""
         assert len(header) == self.header_nbytes, "the header is longer than the space for it"
         self.write_at(memoryview(header), 0)
+
+
+class PlacedStates(PackFile):
+    """States at their place in a single file, of which others write other parts; the header is written by nobody here.
+
+    `place`: the range that they must fill exactly.
+    """
+
+    def __init__(self, path: Path, place: Extent) -> None:
+        super().__init__(path, place.pack, place.offset)
+        self._end = place.offset + place.nbytes
+
+    @staticmethod
+    def _open(path: Path) -> BinaryIO:
+        return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=_BUFFER)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        super().__exit__(kind, error, tb)
+        assert kind is not None or self.position == self._end, "the states have not the length that was planned"
 
 
 class ChunkAppender:

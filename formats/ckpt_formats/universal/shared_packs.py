@@ -7,18 +7,12 @@ import numpy as np
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.universal.chain.chain_file import SharedPacks
 from ckpt_formats.universal.check_index import Pack
-from ckpt_formats.universal.entry import StateEntry
 from ckpt_formats.universal.index import Index
 from ckpt_formats.universal.manifest import Manifest, runs
 from ckpt_formats.universal.stored import StoredSeals
 
 FIRST = 1 << 31
 """Packs of an earlier member have numbers from this on until all packs of the new member are written."""
-
-
-def is_own(state: StateEntry) -> bool:
-    """Whether the bytes of a state are in a pack that is being written."""
-    return state.extent is not None and state.extent.pack < FIRST
 
 
 def with_packs(index: Index, own: Sequence[Pack], earlier: Sequence[Pack]) -> tuple[Index, tuple[Pack, ...]]:

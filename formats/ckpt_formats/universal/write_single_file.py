@@ -11,17 +11,49 @@ import xxhash
 
 from ckpt_formats.containers.safetensors import TensorSlot, header_bytes
 from ckpt_formats.containers.sealed_json import hash_text
+from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import write_all
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.universal.check_index import Pack
-from ckpt_formats.universal.entry import ALIGNMENT
+from ckpt_formats.universal.entry import ALIGNMENT, Extent
 from ckpt_formats.universal.index import CODED, Index
-from ckpt_formats.universal.pack import PAGE, stored_slots
+from ckpt_formats.universal.pack import PAGE, header_nbytes, placed_states, stored_slots
 from ckpt_formats.universal.single_file import FileRange
 
 _ORIGINAL, _INDEX, _MANIFEST = "ckpt.original", "ckpt.index", "ckpt.manifest"
 _BLOCK = 1 << 22
+_LAST_SLOTS = 1024
+"""The last entries and the metadata need fewer bytes of the header."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where states lie in the file whose lengths are known before they are written; those of all packs, in turn.
+
+    They have a number of their own in the index, that after the packs' numbers, until the packs are put together.
+    """
+
+    header_nbytes: int
+    """The space for the header. Without such states, its length is computed when all others are."""
+    extents: tuple[Extent, ...]
+    """The range of each pack."""
+
+    @property
+    def end(self) -> int:
+        return self.extents[-1].offset + self.extents[-1].nbytes if self.extents else self.header_nbytes
+
+    @staticmethod
+    def of(packs: Sequence[Sequence[Parameter]]) -> "Placement":
+        """The places for packs of these parameters, none of whose states is encoded."""
+        room = header_nbytes([parameter for pack in packs for parameter in pack], None, {}) + _LAST_SLOTS
+        room, extents = -(-room // PAGE) * PAGE, list[Extent]()
+        at = room
+        for pack in packs:
+            nbytes = sum(parameter.states[state].nbytes for parameter in pack for state in placed_states(parameter))
+            extents.append(Extent(len(packs), at, nbytes))
+            at += nbytes
+        return Placement(room, tuple(extents))
 
 
 @dataclass(frozen=True)
@@ -34,7 +66,7 @@ class Draft:
     data_nbytes: int
     slots: tuple[TensorSlot, ...]
     pieces: tuple[FileRange, ...]
-    """The ranges of the packs, in the order in which they are in the file."""
+    """The ranges of the packs that are not in the file yet, in the order in which they will be."""
 
     @property
     def begin(self) -> int:
@@ -58,27 +90,31 @@ class Draft:
         return Pack(self.begin, self.header_nbytes, hash_text(xxhash.xxh3_128_intdigest(header)))
 
 
-def draft(index: Index, packs: Sequence[tuple[Path, Pack]]) -> Draft:
-    """Put packs together: the aligned states of all, then all others, so that the former stay aligned."""
+def draft(index: Index, packs: Sequence[tuple[Path, Pack]], placement: Placement | None) -> Draft:
+    """Put packs together: the aligned states of all, then all others, so that the former stay aligned.
+
+    With a `placement`, these follow the states that are in the file.
+    """
     tails = _tails(index, [pack for _, pack in packs])
     bodies = [
         FileRange(path, pack.header_nbytes, tail - pack.header_nbytes)
         for (path, pack), tail in zip(packs, tails, strict=True)
     ]
     rests = [FileRange(path, tail, pack.nbytes - tail) for (path, pack), tail in zip(packs, tails, strict=True)]
-    pieces, data_nbytes = (*bodies, *rests), sum(piece.nbytes for piece in (*bodies, *rests))
-    begins = np.cumsum([0, *(piece.nbytes for piece in pieces)])[:-1]
+    pieces = (*bodies, *rests)
+    ends = np.cumsum([0, *(piece.nbytes for piece in pieces)])
+    begins, rest_nbytes = ends[:-1], int(ends[-1])
+    if placement is not None:
+        moved = _moved(index, tails, [pack for _, pack in packs], begins + placement.end)
+        header_nbytes = placement.header_nbytes
+        slots = tuple(stored_slots(moved, header_nbytes))
+        return Draft(moved, header_nbytes, placement.end - header_nbytes + rest_nbytes, slots, pieces)
     relative = _moved(index, tails, [pack for _, pack in packs], begins)
     slots = tuple(stored_slots(relative, 0))
     longest = dict.fromkeys((_ORIGINAL, _INDEX, _MANIFEST), 1 << 62)
-    header_nbytes = -(-len(Draft(relative, 0, data_nbytes, slots, pieces).header(longest)) // PAGE) * PAGE
-    return Draft(
-        _moved(index, tails, [pack for _, pack in packs], begins + header_nbytes),
-        header_nbytes,
-        data_nbytes,
-        slots,
-        pieces,
-    )
+    header_nbytes = -(-len(Draft(relative, 0, rest_nbytes, slots, pieces).header(longest)) // PAGE) * PAGE
+    moved = _moved(index, tails, [pack for _, pack in packs], begins + header_nbytes)
+    return Draft(moved, header_nbytes, rest_nbytes, slots, pieces)
 
 
 def lengths(index: int, manifest: int, original: int | None) -> dict[str, int]:
@@ -86,10 +122,12 @@ def lengths(index: int, manifest: int, original: int | None) -> dict[str, int]:
     return ({} if original is None else {_ORIGINAL: original}) | {_INDEX: index, _MANIFEST: manifest}
 
 
-def write(path: Path, header: bytes, pieces: Sequence[FileRange], last: Sequence[bytes]) -> None:
-    """Write the file front to back."""
-    with path.open("wb", buffering=0) as out:
+def write(path: Path, header: bytes, begin: int, pieces: Sequence[FileRange], last: Sequence[bytes]) -> None:
+    """Write what is missing: the header, and everything from byte `begin` on."""
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=0) as out:
+        out.truncate(begin)  # an interrupted run may have written more
         write_all(out, header)
+        out.seek(begin)
         for piece in pieces:
             _copy(piece, out)
         for data in last:
@@ -121,6 +159,7 @@ def _moved(index: Index, tails: Sequence[int], packs: Sequence[Pack], begins: Ar
     headers = np.array([pack.header_nbytes for pack in packs], np.int64)
     tail, count = np.array(tails, np.int64), len(packs)
     stored = columns["state.storage"] <= CODED
+    stored &= columns["state.pack"] < count  # others are in the file already
     for table, rows in (("state", np.flatnonzero(stored)), ("delta", np.arange(len(columns["delta.pack"])))):
         numbers, offsets = columns[f"{table}.pack"][rows], columns[f"{table}.offset"][rows].astype(np.int64)
         is_tail = offsets >= tail[numbers]
