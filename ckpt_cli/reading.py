@@ -5,10 +5,9 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +16,7 @@ import click
 from ckpt_cli import notes
 from ckpt_cli.progress import doing
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, NotFoundError, RulesError
+from ckpt_formats.core.errors import NotFoundError, RulesError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
@@ -49,39 +48,6 @@ def open_source(path: str | Path, options: ReadOptions, accept_suspicious: bool 
         accepted = (Notice(suspicion, weight=Weight.UNSURE) for suspicion in checkpoint.suspicions)
         checkpoint = replace(checkpoint, suspicions=(), notices=(*checkpoint.notices, *accepted))
     return noted(checkpoint)
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A checkpoint of several that are listed."""
-
-    name: str
-    """Its name in the folder of its run, or the path that was given."""
-    place: str | Path
-    """A text if it is the address of a shadow, or a path that cannot be listed."""
-    open: Callable[[], Checkpoint]
-    """Opens it, or raises `CkptError`."""
-
-
-def listed(paths: Sequence[str], options: ReadOptions, only: Sequence[str], skip: Sequence[str]) -> list[Listed]:
-    """The checkpoints at some paths, and all of those that are folders of runs. None is opened, and none is missing."""
-
-    def opened(place: str | Path) -> Checkpoint:
-        checkpoint = open_quietly(place, options)
-        return checkpoint.select(only, skip) if only or skip else checkpoint
-
-    every: list[Listed] = []
-    for path in paths:
-        try:
-            place, inside = with_checkpoints_inside(path)
-        except CkptError:
-            place, inside = path, []  # opening it says why
-        every += [Listed(f"{path.rstrip('/')}/{one.name}", one, partial(opened, one)) for one in inside]
-        if not inside:
-            every.append(Listed(path, place, partial(opened, place)))
-    if only or skip:
-        notes.note("of each checkpoint, only the parameters that --only and --skip choose are counted")
-    return every
 
 
 def with_checkpoints_inside(path: str) -> tuple[str | Path, list[Path]]:
@@ -130,22 +96,6 @@ def noted(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint; its notices become notes."""
     notes.note(*checkpoint.notices)
     return checkpoint
-
-
-def chosen(checkpoint: Checkpoint, only: Sequence[str], skip: Sequence[str]) -> Checkpoint:
-    """The part that `--only` and `--skip` choose; a note names what they leave out. Raises `NoMatchError`."""
-    if not (only or skip):
-        return checkpoint
-    part = checkpoint.select(only, skip)
-    note_left_out(checkpoint, part)
-    return part
-
-
-def note_left_out(checkpoint: Checkpoint, part: Checkpoint) -> None:
-    """Note which parameters are not in a part of the checkpoint."""
-    left_out = tuple(name for name in checkpoint.parameters if name not in part.parameters)
-    every = len(checkpoint.parameters)
-    notes.note(Notice(f"--only and --skip leave out {len(left_out):,} of {every:,} parameters", left_out))
 
 
 def withdraw_missing_base() -> None:

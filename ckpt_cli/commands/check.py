@@ -6,7 +6,7 @@ import click
 
 from ckpt_cli.options.check import model_option
 from ckpt_cli.options.command import command
-from ckpt_cli.options.source import chosen, only, skip, source
+from ckpt_cli.options.source import Choice, choosing, source
 
 if TYPE_CHECKING:
     from ckpt_formats.core.checkpoint import Checkpoint
@@ -15,19 +15,17 @@ if TYPE_CHECKING:
 @command("check")
 @model_option
 @click.option("--top", type=click.IntRange(0), default=20, show_default=True, help="Names to show; 0 shows all.")
-@only
-@skip
+@choosing
 @source("checkpoint")
 def check(
     checkpoint: "Checkpoint",
     like: str,
     model: Any,
     top: int,
-    only: tuple[str, ...],
-    skip: tuple[str, ...],
+    choice: Choice,
     as_json: bool,
 ) -> None:
     from ckpt_cli.views import check
 
-    if not check.show(chosen(checkpoint, only, skip), like, model, top, as_json):
+    if not check.show(choice.of(checkpoint), like, model, top, as_json):
         click.get_current_context().exit(1)

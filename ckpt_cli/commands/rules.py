@@ -3,17 +3,16 @@
 from typing import TYPE_CHECKING
 
 from ckpt_cli.options.command import command
-from ckpt_cli.options.source import chosen, only, skip, source
+from ckpt_cli.options.source import Choice, choosing, source
 
 if TYPE_CHECKING:
     from ckpt_formats.core.checkpoint import Checkpoint
 
 
 @command("rules")
-@only
-@skip
+@choosing
 @source("path")
-def rules(path: "Checkpoint", only: tuple[str, ...], skip: tuple[str, ...], as_json: bool) -> None:
+def rules(path: "Checkpoint", choice: Choice, as_json: bool) -> None:
     from ckpt_cli.views.rules import show_rules
 
-    show_rules(chosen(path, only, skip), as_json)
+    show_rules(choice.of(path), as_json)

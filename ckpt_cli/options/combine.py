@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import with_options
-from ckpt_cli.options.source import only, skip, source
+from ckpt_cli.options.source import Choice, only, skip, source
 from ckpt_cli.options.types import FloatType, WeightsType, numbers
 from ckpt_formats.core.arguments import Decay
 
@@ -118,13 +118,13 @@ def merged_lora(command: F) -> F:
         **arguments: Any,
     ) -> Any:
         from ckpt.combine import merge_lora
-        from ckpt_cli.reading import chosen, noted, withdraw_missing_base
+        from ckpt_cli.reading import noted, withdraw_missing_base
 
         withdraw_missing_base()
         if not math.isfinite(scale):
             raise click.UsageError("--scale is a number such as 0.5.")
         merged = merge_lora(_widened(model, dtype), adapter, scale, expert_axes=expert_axes)
-        result = chosen(merged, only, skip)  # after the merge, which needs all weights that the adapter changes
+        result = Choice(only, skip).of(merged)  # after the merge, which needs all weights that the adapter changes
         return command(*args, source=noted(result.cast(dtype) if dtype else result), **arguments)
 
     grouped = with_options(combined, _SCALE, _EXPERT_AXES, _DTYPE, only, skip, group="Merge")

@@ -1,22 +1,22 @@
 """Checkpoints that a command reads: their arguments, the options of readers, and edits on the way."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import wraps
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from ckpt_cli.options.groups import with_options
+from ckpt_cli.options.groups import take_options, with_options
 from ckpt_cli.options.types import CheckpointPath, FloatType, PatternType, RenameType
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ckpt_cli.options.target import Target
-    from ckpt_cli.reading import Listed
     from ckpt_formats.core.checkpoint import Checkpoint
     from ckpt_formats.core.format import ReadOptions
+    from ckpt_formats.core.notices import Notice
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -121,13 +121,6 @@ def with_checkpoints_inside(path: str) -> "tuple[str | Path, list[Path]]":
     return reading.with_checkpoints_inside(path)
 
 
-def listed(paths: Sequence[str], options: "ReadOptions", only: Sequence[str], skip: Sequence[str]) -> "list[Listed]":
-    """The checkpoints at some paths, and all of those that are folders of runs. None is opened."""
-    from ckpt_cli import reading
-
-    return reading.listed(paths, options, only, skip)
-
-
 def opening(path: "Path | str", options: "ReadOptions") -> "Callable[[], Checkpoint]":
     """What opens the checkpoint at a path, for a command that itself reports why it cannot be opened."""
     from ckpt_cli.reading import open_source
@@ -135,11 +128,89 @@ def opening(path: "Path | str", options: "ReadOptions") -> "Callable[[], Checkpo
     return lambda: open_source(path, options)
 
 
-def chosen(checkpoint: "Checkpoint", only: Sequence[str], skip: Sequence[str]) -> "Checkpoint":
-    """The part that `--only` and `--skip` choose; a note names what they leave out."""
-    from ckpt_cli import reading
+only = click.option(
+    "--only", type=PatternType(), multiple=True, metavar="PATTERN", help="Only parameters whose names match."
+)
+skip = click.option(
+    "--skip", type=PatternType(), multiple=True, metavar="PATTERN", help="Leave out parameters whose names match."
+)
 
-    return reading.chosen(checkpoint, only, skip)
+
+@dataclass(frozen=True)
+class Choice:
+    """The parameters that `--only` and `--skip` choose."""
+
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether anything may be left out."""
+        return bool(self.only or self.skip)
+
+    def of(self, checkpoint: "Checkpoint") -> "Checkpoint":
+        """The chosen part; a note names what is left out. Raises `NoMatchError`."""
+        if not self:
+            return checkpoint
+        from ckpt_cli import reading
+
+        part = checkpoint.select(self.only, self.skip)
+        reading.note(left_out(checkpoint, part))
+        return part
+
+
+def left_out(checkpoint: "Checkpoint", part: "Checkpoint") -> "Notice":
+    """The notice that names the parameters that `--only` and `--skip` leave out."""
+    from ckpt_formats.core.notices import Notice
+
+    names = tuple(name for name in checkpoint.parameters if name not in part.parameters)
+    every = len(checkpoint.parameters)
+    return Notice(f"--only and --skip leave out {len(names):,} of {every:,} parameters", names)
+
+
+def choosing(command: F) -> F:
+    """`--only` and `--skip`; the command gets them as one `Choice`."""
+
+    @wraps(command)
+    def wrapper(*args: Any, **arguments: Any) -> Any:
+        return command(*args, choice=take_options(Choice, arguments), **arguments)
+
+    return cast(F, with_options(wrapper, only, skip))
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A checkpoint of several that are listed."""
+
+    name: str
+    """Its name in the folder of its run, or the path that was given."""
+    place: "str | Path"
+    """A text if it is the address of a shadow, or a path that cannot be listed."""
+    open: "Callable[[], Checkpoint]"
+    """Opens it, or raises `CkptError`."""
+
+
+def listed(paths: Sequence[str], options: "ReadOptions", choice: Choice) -> list[Listed]:
+    """The checkpoints at some paths, and all of those that are folders of runs. None is opened, and none is missing."""
+    from ckpt_cli.reading import note, open_quietly
+    from ckpt_formats.core.errors import CkptError
+    from ckpt_formats.core.notices import Notice
+
+    def opened(place: "str | Path") -> "Checkpoint":
+        checkpoint = open_quietly(place, options)
+        return checkpoint.select(choice.only, choice.skip) if choice else checkpoint
+
+    every: list[Listed] = []
+    for path in paths:
+        try:
+            place, inside = with_checkpoints_inside(path)
+        except CkptError:
+            place, inside = path, []  # opening it says why
+        every += [Listed(f"{path.rstrip('/')}/{one.name}", one, partial(opened, one)) for one in inside]
+        if not inside:
+            every.append(Listed(path, place, partial(opened, place)))
+    if choice:
+        note(Notice("of each checkpoint, only the parameters that --only and --skip choose are counted"))
+    return every
 
 
 def source(
@@ -188,13 +259,6 @@ _accept_suspicious = click.option(
     "--accept-suspicious",
     is_flag=True,
     help="Also write checkpoints that `ckpt verify` calls suspicious, such as those with shifted optimizer states.",
-)
-
-only = click.option(
-    "--only", type=PatternType(), multiple=True, metavar="PATTERN", help="Only parameters whose names match."
-)
-skip = click.option(
-    "--skip", type=PatternType(), multiple=True, metavar="PATTERN", help="Leave out parameters whose names match."
 )
 
 model_only = click.option("--model-only", is_flag=True, help="Only the model's tensors, without optimizer and extras.")

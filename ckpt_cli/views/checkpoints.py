@@ -11,10 +11,10 @@ import numpy as np
 
 from ckpt import sizes
 from ckpt_cli import notes
+from ckpt_cli.options.exit_codes import exit_code
+from ckpt_cli.options.source import Listed
 from ckpt_cli.progress import doing
-from ckpt_cli.reading import Listed
 from ckpt_cli.views import columns, page
-from ckpt_cli.views.exit_codes import exit_code
 from ckpt_cli.views.report import conclude, data, error_lines
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError

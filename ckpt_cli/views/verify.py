@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from ckpt.findings.survey import survey
 from ckpt.job import count_to, load_kernels
 from ckpt.pipeline import Resources
 from ckpt_cli import notes
+from ckpt_cli.options.source import left_out
+from ckpt_cli.options.verify import How
 from ckpt_cli.progress import doing, progress_bar
-from ckpt_cli.reading import note_left_out
 from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError
@@ -28,30 +28,6 @@ from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.states import all_steps
 
 _MAX_STEPS = 10
-
-
-@dataclass(frozen=True)
-class How:
-    """How thoroughly a checkpoint is checked."""
-
-    replay: bool = False
-    """Whether the logged steps of a chain are repeated, and compared with the run."""
-    quick: bool = False
-    """Whether only headers are read."""
-    values: bool = False
-    """Whether all values are read, to count those that are NaN or infinite."""
-    only: tuple[str, ...] = ()
-    """Patterns of the parameters that are checked; all, if there are none."""
-    skip: tuple[str, ...] = ()
-    """Patterns of the parameters that are not checked."""
-
-    def part_of(self, whole: Checkpoint) -> tuple[Checkpoint, report.CheckedPart]:
-        """What is checked of a checkpoint."""
-        if not (self.only or self.skip):
-            return whole, report.CheckedPart(len(whole.parameters))
-        part = part_to_check(whole, self.only, self.skip)
-        note_left_out(whole, part)
-        return part, report.CheckedPart(len(part.parameters), len(whole.parameters) - len(part.parameters))
 
 
 def verify(
@@ -67,8 +43,8 @@ def verify(
             _check_chain(path, how)
             return _quick_chain(path, as_json) if how.quick else _verify_chain(path, resources, how.replay, as_json)
         if how.quick:
-            return _quick(*how.part_of(open_checkpoint()), as_json)
-        return _verify(*how.part_of(open_checkpoint()), resources, how.values, as_json)
+            return _quick(*_part(open_checkpoint(), how), as_json)
+        return _verify(*_part(open_checkpoint(), how), resources, how.values, as_json)
     except (CorruptError, IncompleteError) as error:
         with progress_bar("looking for more damage"):
             problems = survey(path, error, resources)
@@ -101,9 +77,18 @@ def verify_each(
     return not damaged
 
 
+def _part(whole: Checkpoint, how: How) -> tuple[Checkpoint, report.CheckedPart]:
+    """What is checked of a checkpoint."""
+    if not how.choice:
+        return whole, report.CheckedPart(len(whole.parameters))
+    part = part_to_check(whole, how.choice.only, how.choice.skip)
+    notes.note(left_out(whole, part))
+    return part, report.CheckedPart(len(part.parameters), len(whole.parameters) - len(part.parameters))
+
+
 def _check_chain(path: Path, how: How) -> None:
     """Raise `InvalidArgumentError` for what can be asked of one state only."""
-    options = {"--values": how.values, "--only": how.only, "--skip": how.skip}
+    options = {"--values": how.values, "--only": how.choice.only, "--skip": how.choice.skip}
     given = next((name for name, value in options.items() if value), None)
     if given is not None:
         hint = f"Name the step: CHAIN@STEP {given}{' PATTERN' if given != '--values' else ''}."

@@ -11,7 +11,7 @@ import ckpt
 import ckpt.errors
 from ckpt.chains.change import change
 from ckpt.pipeline import Execution
-from ckpt_cli.views.exit_codes import EXIT_CODES, KINDS, exit_code
+from ckpt_cli.options.exit_codes import EXIT_CODES, KINDS, exit_code
 from ckpt_formats.core.errors import form_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from click import Context
 
 from ckpt_cli.commands.doctor import UNFIT
 from ckpt_cli.main import COMMANDS, EXIT_STATUS, FAULT, INTERRUPTED, PIPE_CLOSED, TERMINATED, cli
-from ckpt_cli.views.exit_codes import EXIT_CODES, exit_code
+from ckpt_cli.options.exit_codes import EXIT_CODES, exit_code
 from ckpt_formats.core import errors
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.engines.megatron import MegatronDist

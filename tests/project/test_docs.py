@@ -12,7 +12,7 @@ import pytest
 
 from ckpt_cli.commands.doctor import UNFIT
 from ckpt_cli.main import COMMANDS, FAULT, INTERRUPTED, PIPE_CLOSED, TERMINATED, cli
-from ckpt_cli.views.exit_codes import EXIT_CODES
+from ckpt_cli.options.exit_codes import EXIT_CODES
 from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.rules import read_rules
