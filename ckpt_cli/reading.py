@@ -122,11 +122,13 @@ def expand_chain(path: str, last: int | None = None) -> tuple[str, ...]:
         notes.note(Notice("these checkpoints of the run are read", tuple(one.name for one in newest)))
         return tuple(map(str, newest))
     chain = chain_file.load(place / chain_file.NAME)
-    steps = all_steps(place, chain) if chain.is_published else [member.step for member in chain.members]
+    states: Sequence[int | str] = (
+        all_steps(place, chain) if chain.is_published else [member.name or member.step for member in chain.members]
+    )
     if last is not None:
-        steps = _newest(steps, last, path)
-    notes.note(f"{len(steps)} stored states of the chain are read: {_brief(steps)}")
-    return tuple(f"{path.rstrip('/')}@{step}" for step in steps)
+        states = _newest(states, last, path)
+    notes.note(f"{len(states)} stored states of the chain are read: {_brief(states)}")
+    return tuple(f"{path.rstrip('/')}@{state}" for state in states)
 
 
 def _newest(every: Sequence[T], last: int, path: str) -> list[T]:
@@ -135,7 +137,7 @@ def _newest(every: Sequence[T], last: int, path: str) -> list[T]:
     return list(every[-last:])
 
 
-def _brief(steps: Sequence[int]) -> str:
+def _brief(steps: Sequence[int | str]) -> str:
     return ", ".join(map(str, steps)) if len(steps) <= 6 else f"{steps[0]}, {steps[1]}, …, {steps[-1]}"
 
 

@@ -1,4 +1,4 @@
-"""`ckpt append`: one more state at the end of a chain."""
+"""`ckpt append`: one more state at the end of a chain, or one more model in a family."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,7 @@ import click
 from ckpt_cli.options.chain import bases
 from ckpt_cli.options.command import command, resources
 from ckpt_cli.options.delta import append_options, delta_policy
-from ckpt_cli.options.source import source
+from ckpt_cli.options.source import is_family, source
 from ckpt_cli.options.types import CheckpointPath
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.argument("chain", type=CheckpointPath())
 @delta_policy
 @bases
-@source("checkpoints", several="CHECKPOINT...", states=False, option="parent")
+@source("checkpoints", several="CHECKPOINT...", states=False)
 @append_options
 @resources()
 def append(
@@ -30,7 +30,14 @@ def append(
     resources: "Execution",
     as_json: bool,
 ) -> None:
-    from ckpt_cli.views import append
     from ckpt_formats.stores.location import target_path
 
-    append.run(target_path(chain), checkpoints, options, resources, as_json)
+    place = target_path(chain)
+    if options.family or options.name is not None or is_family(place):
+        from ckpt_cli.views import append_family
+
+        append_family.run(place, checkpoints, options, resources, as_json)
+    else:
+        from ckpt_cli.views import append
+
+        append.run(place, checkpoints, options, resources, as_json)

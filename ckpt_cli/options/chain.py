@@ -44,13 +44,20 @@ class BaseEveryType(ParamType[Any]):
 
 
 def retention(command: F) -> F:
-    """`--keep`, `--gradients` and `--upto`; the command gets them as one `Retention`."""
+    """`--keep`, `--gradients`, `--upto` and `--remove`; the command gets them as one `Retention`."""
 
     @wraps(command)
-    def wrapper(*args: Any, keep: tuple[str, ...], gradients: int | None, upto: int | None, **arguments: Any) -> Any:
+    def wrapper(
+        *args: Any,
+        keep: tuple[str, ...],
+        gradients: int | None,
+        upto: int | None,
+        remove: tuple[str, ...],
+        **arguments: Any,
+    ) -> Any:
         from ckpt.chains.compact import Retention
 
-        return command(*args, retention=Retention(keep, gradients, upto), **arguments)
+        return command(*args, retention=Retention(keep, gradients, upto, remove), **arguments)
 
     return cast(
         F,
@@ -75,6 +82,13 @@ def retention(command: F) -> F:
                 help="Segments of the log of gradients that stay: the last N, or all.",
             ),
             click.option("--upto", type=numbers(Count), metavar="STEP", help="Drop all steps after STEP."),
+            click.option(
+                "--remove",
+                multiple=True,
+                metavar="MODEL",
+                help="Remove this model of a family. Models that are stored against it are written again. May be given "
+                "again.",
+            ),
             group="Retention",
         ),
     )

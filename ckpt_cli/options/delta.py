@@ -95,8 +95,18 @@ class AppendOptions:
 
     policy: "DeltaPolicy"
     step: int | None
-    parent: "Checkpoint | None"
+    parent: str | None
+    """The path of a checkpoint; in a family, the name of a model."""
+    name: str | None
+    family: bool
+    """Whether the chain is, or becomes, a family of models."""
     dry_run: bool
+
+    def open_parent(self) -> "Checkpoint | None":
+        """The checkpoint of `--parent`, read with the options of the source."""
+        from ckpt_cli.reading import open_quietly
+
+        return None if self.parent is None else open_quietly(self.parent, click.get_current_context().meta["ckpt.read"])
 
 
 @dataclass(frozen=True)
@@ -163,14 +173,17 @@ def delta_policy(command: F) -> F:
 
 
 def append_options(command: F) -> F:
-    """`--step`, `--parent`, `--tip`, `--dry-run`; the command gets them and its `DeltaPolicy` as `AppendOptions`."""
+    """`--step`, `--parent`, `--tip`, `--name`, `--family`, `--dry-run`; with the `DeltaPolicy`, the command gets
+    them as `AppendOptions`."""
 
     @wraps(command)
     def wrapper(
         *args: Any,
         policy: "DeltaPolicy",
         step: int | None,
-        parent: "Checkpoint | None",
+        parent: str | None,
+        name: str | None,
+        family: bool,
         tip: bool,
         dry_run: bool,
         partial: float | None,
@@ -179,14 +192,21 @@ def append_options(command: F) -> F:
         _refuse(partial is not None and not 0 < partial <= 1, "--partial is a share such as 25% or 0.25.")
         _refuse(partial is not None and dry_run, "--dry-run does not estimate what --partial takes.")
         policy = replace(policy, tip=tip, partial=partial)
-        return command(*args, options=AppendOptions(policy, step, parent, dry_run), **arguments)
+        return command(*args, options=AppendOptions(policy, step, parent, name, family, dry_run), **arguments)
 
     parent_option = click.option(
         "--parent",
         type=CheckpointPath(),
-        metavar="CHECKPOINT",
+        metavar="CHECKPOINT|MODEL",
         help="Where the values of the chain's last state are read, such as the checkpoint that was appended last. They "
-        "are compared with the chain.  [default: where that lay, if it is still there; else the chain is replayed]",
+        "are compared with the chain.  [default: where that lay, if it is still there; else the chain is replayed] "
+        "In a family: the model to store this one against; none: in full.  [default: auto, the nearest]",
+    )
+    family_option = click.option(
+        "--family", is_flag=True, help="Begin a family of models, each stored against the one that it is most like."
+    )
+    name_option = click.option(
+        "--name", metavar="NAME", help="The name of the model in its family.  [default: that of its file or folder]"
     )
 
     dry_run = click.option(
@@ -205,6 +225,7 @@ def append_options(command: F) -> F:
         help="Lossy: save only the blocks that moved most since they were saved, up to this share of all bytes.",
     )
     own = with_options(with_options(wrapper, _STEP, dry_run), partial_option, group="Deltas")
+    own = with_options(own, family_option, name_option, group="A family of models")
     return cast(F, with_options(own, parent_option, tip_option, group="The state before"))
 
 

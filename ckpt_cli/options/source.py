@@ -121,6 +121,25 @@ def with_checkpoints_inside(path: str) -> "tuple[str | Path, list[Path]]":
     return reading.with_checkpoints_inside(path)
 
 
+def is_family(place: "Path | str") -> bool:
+    """Whether a path is that of a family of models, of which a command reads one that the path names."""
+    from ckpt_formats.universal.chain import chain_file
+
+    if isinstance(place, str) or not (place / chain_file.NAME).is_file():
+        return False
+    return chain_file.load(place / chain_file.NAME).is_family
+
+
+def models_of(place: "Path | str") -> "list[Path]":
+    """The paths of all models, if a path is that of a family of models; else none."""
+    from ckpt_formats.universal.chain import chain_file
+
+    if isinstance(place, str) or not is_family(place):
+        return []
+    members = chain_file.load(place / chain_file.NAME).members
+    return [place.with_name(f"{place.name}@{member.name}") for member in members]
+
+
 def opening(path: "Path | str", options: "ReadOptions") -> "Callable[[], Checkpoint]":
     """What opens the checkpoint at a path, for a command that itself reports why it cannot be opened."""
     from ckpt_cli.reading import open_source
@@ -206,7 +225,9 @@ def listed(paths: Sequence[str], options: "ReadOptions", choice: Choice) -> list
         except CkptError:
             place, inside = path, []  # opening it says why
         every += [Listed(f"{path.rstrip('/')}/{one.name}", one, partial(opened, one)) for one in inside]
-        if not inside:
+        models = models_of(place)
+        every += [Listed(str(one), one, partial(opened, one)) for one in models]
+        if not (inside or models):
             every.append(Listed(path, place, partial(opened, place)))
     if choice:
         note(Notice("of each checkpoint, only the parameters that --only and --skip choose are counted"))

@@ -42,9 +42,10 @@ def append(chain: Path, source: Checkpoint, options: AppendOptions, resources: E
     """Append to a chain, or create one, with a progress bar; show what was written."""
     notes.flush()
     with progress_bar("appending") as progress:
-        policy = _with_trials(options.policy)
-        result = chain_append.append(chain, source, options.step, policy, resources, progress, options.parent)
-    _show(result, chain, as_json)
+        policy = with_trials(options.policy)
+        parent = options.open_parent()
+        result = chain_append.append(chain, source, options.step, policy, resources, progress, parent)
+    show(result, chain, as_json)
 
 
 def append_each(
@@ -62,9 +63,10 @@ def show_plan(chain: Path, source: Checkpoint, options: AppendOptions, resources
     """Show what would be appended, and about how many bytes it would take."""
     policy = options.policy
     with doing(f"reading the chain {printable(str(chain))}"):
-        step, kind, earlier, notices = chain_append.plan_append(chain, source, options.step, policy, options.parent)
+        parent = options.open_parent()
+        step, kind, earlier, notices = chain_append.plan_append(chain, source, options.step, policy, parent)
     notes.note(*notices)
-    costs = _estimate(policy, source, earlier, policy.base == "coded", resources)
+    costs = estimate(policy, source, earlier, policy.base == "coded", resources)
     _show_estimate({"chain": str(chain), "step": step, "kind": kind, **costs}, as_json)
 
 
@@ -74,15 +76,15 @@ def write_delta(first: Checkpoint, second: Checkpoint, delta: DeltaFile, resourc
     parent, target = parent_folder(first), Path(delta.output)
     if delta.dry_run:
         plan(second, target, Universal())
-        costs = _estimate(delta.policy, second, first, False, resources)
+        costs = estimate(delta.policy, second, first, False, resources)
         _show_estimate({"target": str(target), "parent": str(parent), **costs}, as_json)
         return
     step = second.origin.step if delta.step is None else delta.step
     notes.flush()
     with progress_bar("writing the delta") as progress:
-        policy = _with_trials(delta.policy)
+        policy = with_trials(delta.policy)
         result = write_delta_file(second, target, step or 0, first, parent, policy, resources, progress)
-    _show(result, target, as_json)
+    show(result, target, as_json)
 
 
 def note_warnings(policy: DeltaPolicy, source: Checkpoint) -> None:
@@ -90,7 +92,7 @@ def note_warnings(policy: DeltaPolicy, source: Checkpoint) -> None:
     notes.note(*policy.warnings(source))
 
 
-def _with_trials(policy: DeltaPolicy) -> DeltaPolicy:
+def with_trials(policy: DeltaPolicy) -> DeltaPolicy:
     """The policy, which shows each trial of its evaluation."""
     if policy.evaluation is None:
         return policy
@@ -104,7 +106,8 @@ def _show_trial(trial: Trial) -> None:
         report.say(f"trial: step {trial.step_size:.3g}, loss {trial.loss:.6g}, {trial.increase:+.3g}")
 
 
-def _show(written: AppendResult, target: Path, as_json: bool) -> None:
+def show(written: AppendResult, target: Path, as_json: bool, parent: str | None = None) -> None:
+    """Show a state that was written. `parent`: the name of a model's parent in a family."""
     member, accepted, result = written.member, written.accepted, written.result
     notes.note(*written.notes)
     if as_json:
@@ -112,6 +115,7 @@ def _show(written: AppendResult, target: Path, as_json: bool) -> None:
             {
                 "target": str(target),
                 "step": member.step,
+                **({} if member.name is None else {"name": member.name, "parent": parent}),
                 "kind": member.kind,
                 "folder": member.folder,
                 "content": member.content,
@@ -128,8 +132,9 @@ def _show(written: AppendResult, target: Path, as_json: bool) -> None:
             }
         )
         return
+    kind = f"{member.kind} of {parent}" if parent else member.kind
     report.conclude(
-        f"{printable(str(target))}: step {member.step}, {member.kind}, {format_nbytes(member.stored_nbytes)} for "
+        f"{printable(str(target))}: {member.label}, {kind}, {format_nbytes(member.stored_nbytes)} for "
         f"{format_nbytes(member.raw_nbytes)}, {times(member.raw_nbytes, member.stored_nbytes)}, {accuracy(member)}"
     )
     if member.shared:
@@ -160,9 +165,11 @@ def _show_estimate(fields: dict[str, Any], as_json: bool) -> None:
     report.conclude("estimated from some chunks; nothing was written")
 
 
-def _estimate(
+def estimate(
     policy: DeltaPolicy, source: Checkpoint, earlier: Checkpoint | None, coded: bool, resources: Execution
 ) -> dict[str, Any]:
+    """About how many bytes a state takes against an earlier one, as fields of `--json`. `coded`: whether a state
+    without a parent gets the policy's codec."""
     from ckpt.chains.estimate import stored_nbytes  # an append estimates nothing
 
     raw = sum(parameter.nbytes for parameter in source.parameters.values())

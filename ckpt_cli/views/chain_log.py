@@ -106,7 +106,9 @@ def to_json(chain: ChainIndex, segments: list[SegmentView], published: Sequence[
 
 def lines(chain: ChainIndex, segments: list[SegmentView]) -> Iterator[str]:
     """The steps and segments as lines of text."""
-    if chain.members:
+    if chain.is_family:
+        yield from _model_lines(chain)
+    elif chain.members:
         yield from _member_lines(chain)
         yield from [""] * bool(segments)
     yield from _segment_lines(segments)
@@ -126,6 +128,47 @@ def _published_lines(steps: Sequence[PublishedStep]) -> Iterator[str]:
     sizes = [one.stored_nbytes for one in steps]
     yield f"stored  {sparkline(sizes)}"
     yield f"total   {format_nbytes(sum(sizes))} for {len(steps)} published steps"
+
+
+def _model_lines(chain: ChainIndex) -> Iterator[str]:
+    """The models of a family, each below the one that it is stored against."""
+    rows = []
+    for member, depth in _tree(chain):
+        parent, needed = chain.parent_of(member), chain.upto(member.step)
+        rows.append(
+            (
+                f"{'  ' * depth}{member.name}",
+                "" if parent is None else parent.name or "",
+                format_nbytes(member.stored_nbytes),
+                format_nbytes(member.raw_nbytes),
+                f"{member.raw_nbytes / member.stored_nbytes:.2f}",
+                format_nbytes(_read(needed)),
+                str(len(needed) - 1),
+                accuracy(member),
+                ", ".join(member.codecs),
+            )
+        )
+    head = ("model", "parent", "stored", "raw", "ratio", "reads", "deltas", "values", "codecs")
+    yield columns.table(head, rows, right=(2, 3, 4, 5, 6), breaks=(7, 8))
+    raw, stored = _sums(chain)
+    yield ""
+    sizes = f"{format_nbytes(stored)} for {len(chain.members)} models of {format_nbytes(raw)}"
+    yield f"total   {sizes}: {times(raw, stored)}"
+    shared = sum(member.shared_nbytes for member in chain.members)
+    if shared:
+        yield f"shared  {format_nbytes(shared)} more, if tensors that are equal to the base's were stored again"
+
+
+def _tree(chain: ChainIndex) -> Iterator[tuple[Member, int]]:
+    """All models of a family, each after its parent, with their depth in the tree."""
+    children: dict[str | None, list[Member]] = {}
+    for member in chain.members:
+        children.setdefault(member.parent, []).append(member)
+    todo = [(member, 0) for member in reversed(children.get(None, []))]
+    while todo:
+        member, depth = todo.pop()
+        yield member, depth
+        todo += [(child, depth + 1) for child in reversed(children.get(member.content, []))]
 
 
 def _member_lines(chain: ChainIndex) -> Iterator[str]:
@@ -185,9 +228,11 @@ def sparkline(values: Sequence[int]) -> str:
 
 
 def _member_json(chain: ChainIndex, member: Member) -> dict[str, Any]:
-    needed = chain.upto(member.step)
+    needed, parent = chain.upto(member.step), chain.parent_of(member)
+    model = {} if member.name is None else {"name": member.name, "parent": None if parent is None else parent.name}
     return {
         "step": member.step,
+        **model,
         "kind": member.kind,
         "folder": member.folder,
         "content": member.content,

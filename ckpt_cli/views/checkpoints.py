@@ -15,6 +15,7 @@ from ckpt_cli.options.exit_codes import exit_code
 from ckpt_cli.options.source import Listed
 from ckpt_cli.progress import doing
 from ckpt_cli.views import columns, page
+from ckpt_cli.views.chain_log import show_log
 from ckpt_cli.views.report import conclude, data, error_lines
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError
@@ -116,6 +117,24 @@ def show_run(run: Path, inside: Sequence[Path], options: ReadOptions, as_json: b
     conclude(_meaning(run, meant, latest, newest_whole))
 
 
+def show_family(run: Path, models: Sequence[Path], options: ReadOptions, as_json: bool, html: Path | None) -> None:
+    """Print the tree of a family of models; with `as_json` or `html`, a row for each model."""
+    if not (as_json or html is not None):
+        show_log(run, as_json)
+        return
+    if html is not None:
+        page.check_place(html, "inspect")
+    with doing(f"reading the headers of {len(models)} models"):
+        rows = [_opened_row(Listed(path.name, path, partial(open_checkpoint, path, options))) for path in models]
+    facts = facts_of("family", rows, run)
+    if html is not None:
+        page.write(page_of(facts), html, "inspect")
+    if as_json:
+        data(facts)
+    else:
+        show_log(run, as_json)
+
+
 def _meaning(run: Path, meant: Path | None, latest: Path | None, newest: Path | None) -> str:
     """Say which checkpoint commands read if they get the folder."""
     folder = f'"{printable(str(run))}"'
@@ -166,8 +185,8 @@ def facts_of(
 ) -> dict[str, Any]:
     """The fields of `inspect --json`, which are the same for whatever is inspected.
 
-    kind: `checkpoint`, `run` or `several`. path: the one that was given. details: what is known of a single checkpoint
-    beyond its row (see `DETAILS`).
+    kind: `checkpoint`, `run`, `family` or `several`. path: the one that was given. details: what is known of a single
+    checkpoint beyond its row (see `DETAILS`).
     """
     return {
         "path": None if path is None else str(path),

@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
-from ckpt.chains.compact import CompactPlan, CompactResult, Retention, compact
+from ckpt.chains.compact import CompactResult, Retention, compact
+from ckpt.chains.kept import CompactPlan, KeptMember
 from ckpt.chains.write import DeltaPolicy
 from ckpt.pipeline import Execution
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import report
 from ckpt_formats.core.text import format_nbytes
-from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps
+from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
 
 _FATES = {
     "as it is": "stays as it is",
@@ -33,6 +35,9 @@ def run(chain: Path, retention: Retention, policy: DeltaPolicy, resources: Execu
 
 def show_plan(run: Path, chain: ChainIndex, plan: CompactPlan, as_json: bool) -> None:
     """Show what will happen to each state, and to each segment of the log."""
+    if chain.is_family:
+        _show_family_plan(run, chain, plan, as_json)
+        return
     how = {one.step: one.how for one in plan.states}
     fates = {step: how.get(step, "removed") for step in sorted({*how, *(member.step for member in chain.members)})}
     ends = {one.folder: one.step for one in plan.segments}
@@ -49,6 +54,28 @@ def show_plan(run: Path, chain: ChainIndex, plan: CompactPlan, as_json: bool) ->
         fate = _SEGMENT_FATES[_fate(one, ends)].format(ends.get(one.folder))
         click.echo(f"{f'from {one.first}':>12}  gradients: {fate}")
     report.conclude(f"{len(plan.states)} of {len(fates)} states would stay; nothing was written")
+
+
+def _show_family_plan(run: Path, chain: ChainIndex, plan: CompactPlan, as_json: bool) -> None:
+    """Show what will happen to each model."""
+    states = {one.step: one for one in plan.states}
+    if as_json:
+        fates = [_fate_of_model(member, states.get(member.step)) for member in chain.members]
+        report.data({"chain": str(run), "steps": fates})
+        return
+    width = max(len(member.name or "") for member in chain.members)
+    for member in chain.members:
+        one = states.get(member.step)
+        against = "" if one is None or one.against is None else f", as a delta of {one.against.name}"
+        fate = _FATES["removed"] if one is None else "is written again" if against else _FATES[one.how]
+        click.echo(f"{member.name or '':<{width}}  {fate}{against}")
+    report.conclude(f"{len(states)} of {len(chain.members)} models would stay; nothing was written")
+
+
+def _fate_of_model(member: Member, state: KeptMember | None) -> dict[str, Any]:
+    against = None if state is None or state.against is None else state.against.name
+    how = "removed" if state is None else state.how
+    return {"step": member.step, "name": member.name, "becomes": how, "against": against}
 
 
 _SEGMENT_FATES = {"removed": "are removed", "cut": "stay up to step {}", "as it is": "stay as they are"}
@@ -70,6 +97,8 @@ def show_result(chain: Path, result: CompactResult, as_json: bool) -> None:
         logged = {"added": added, "segments": segments} if result.before.segments else {}
         packs = {"packs_nbytes": result.packs_nbytes[1]} if result.packs_nbytes[1] else {}
         facts = {"chain": str(chain), "steps": steps, "removed": removed, "freed_nbytes": result.freed}
+        if result.after.is_family:
+            facts["models"] = [member.name for member in result.after.members]
         report.data({**facts, **packs, **logged})
         return
     freed = (
@@ -78,7 +107,8 @@ def show_result(chain: Path, result: CompactResult, as_json: bool) -> None:
         else f"{format_nbytes(-result.freed)} more, for fewer deltas to replay"
     )
     from_log = f", {added} written from the log" if added else ""
-    report.conclude(f"{len(result.after.members)} states stay{from_log}, {removed} removed, {freed}")
+    what = "models" if result.after.is_family else "states"
+    report.conclude(f"{len(result.after.members)} {what} stay{from_log}, {removed} removed, {freed}")
     if result.packs_nbytes[1]:
         report.conclude(
             f"{format_nbytes(result.packs_nbytes[1])} of removed states stay, because states that stay use their packs"

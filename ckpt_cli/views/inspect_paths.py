@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ckpt_cli.options.source import Choice, listed, opening, with_checkpoints_inside
+from ckpt_cli.options.source import Choice, listed, models_of, opening, with_checkpoints_inside
 from ckpt_cli.views import inspect
 from ckpt_formats.core.format import ReadOptions
 
@@ -39,6 +39,11 @@ def show(paths: Sequence[str], options: ReadOptions, choice: Choice, how: Shown)
 
         run = Path(place) if isinstance(place, str) else place
         checkpoints.show_run(run, inside, options, how.as_json, target)
+        return 0
+    if models := models_of(place):
+        from ckpt_cli.views import checkpoints
+
+        checkpoints.show_family(Path(place), models, options, how.as_json, target)
         return 0
     checkpoint = choice.of(opening(place, options)())
     inspect.note_lack_of_index(checkpoint)

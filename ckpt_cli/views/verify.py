@@ -91,7 +91,9 @@ def _check_chain(path: Path, how: How) -> None:
     options = {"--values": how.values, "--only": how.choice.only, "--skip": how.choice.skip}
     given = next((name for name, value in options.items() if value), None)
     if given is not None:
-        hint = f"Name the step: CHAIN@STEP {given}{' PATTERN' if given != '--values' else ''}."
+        hint = (
+            f"Name the step, or the model of a family: CHAIN@STEP {given}{' PATTERN' if given != '--values' else ''}."
+        )
         raise InvalidArgumentError(f"{given} is about one state, and this is a chain", where=path, hint=hint)
 
 
@@ -131,7 +133,9 @@ def _quick_chain(run: Path, as_json: bool) -> bool:
     """Check the headers of all stored states of a chain."""
     started = time.monotonic()
     chain = chain_file.read(run)
-    steps = all_steps(run, chain) if chain.is_published else [member.step for member in chain.members]
+    steps: Sequence[int | str] = (
+        all_steps(run, chain) if chain.is_published else [member.name or member.step for member in chain.members]
+    )
     findings: list[Finding] = []
     with doing(f"comparing the headers of {len(steps)} states"):
         for step in steps:
@@ -156,12 +160,16 @@ def _verify_chain(run: Path, resources: Resources, replay: bool, as_json: bool) 
         return not result.findings
     report.print_findings(result.findings)
     if result.findings:
-        steps = ", ".join(map(str, result.bad_steps[:_MAX_STEPS])) + ("…" if len(result.bad_steps) > _MAX_STEPS else "")
-        lost_steps = f"; steps that cannot be restored: {steps}" if result.bad_steps else ""
+        names = {member.step: member.name or str(member.step) for member in result.chain.members}
+        bad = [names.get(step, str(step)) for step in result.bad_steps]
+        steps = ", ".join(bad[:_MAX_STEPS]) + ("…" if len(bad) > _MAX_STEPS else "")
+        what = "models" if result.chain.is_family else "steps"
+        lost_steps = f"; {what} that cannot be restored: {steps}" if bad else ""
         count = len(result.findings)
         report.conclude(f"DAMAGED: {printable(str(run))}: {count} finding{'s' * (count != 1)}{lost_steps}")
         return False
-    facts = [f"{len(result.steps)} states complete, {result.checksums} checksums match"] if result.steps else []
+    what = "models" if result.chain.is_family else "states"
+    facts = [f"{len(result.steps)} {what} complete, {result.checksums} checksums match"] if result.steps else []
     if result.segments:
         logged = sum(one.last - one.logged.first for one in result.segments if one.last is not None)
         facts.append(f"{logged} steps of gradients complete{' and replayed' if replay else ''}")
@@ -170,9 +178,12 @@ def _verify_chain(run: Path, resources: Resources, replay: bool, as_json: bool) 
 
 
 def _json(run: Path, result: ChainReport, seconds: float) -> dict[str, Any]:
+    names = {member.step: member.name for member in result.chain.members}
+    models = {"models": list(names.values()), "damaged_models": [names[step] for step in result.bad_steps]}
     return report.findings_json(run, result.findings, seconds) | {
         "steps": list(result.steps),
         "approximate_steps": [member.step for member in result.chain.members if not member.exact],
         "damaged_steps": list(result.bad_steps),
         "not_finite": [{"step": one.step, **report.counts_json(one.counts)} for one in result.not_finite],
+        **(models if result.chain.is_family else {}),
     }

@@ -1,6 +1,7 @@
 """Kill what writes universal checkpoints and chains into folders.
 
-Folders with several packs, single files, encoded and plain; appending to a chain, and compacting one. Half of the
+Folders with several packs, single files, encoded and plain; appending to a chain, and compacting one; adding a model
+to a family, and removing one that others are stored against. Half of the
 kills are in front of a random change to the file system, half are SIGKILL at a random time. One work in three is
 killed twice. Then it is run to its end, each time with another number of workers. Afterwards each file must have the
 bytes that it has without a kill, and nothing else may be left. Before that, a target is absent or whole, and a chain
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from ckpt.chains.append import append
 from ckpt.chains.compact import Retention, compact
+from ckpt.chains.family import append_model
 from ckpt.chains.write import DeltaPolicy
 from ckpt.job import save
 from ckpt.pipeline import Execution
@@ -145,6 +147,29 @@ class Compacted(Chained):
         compact(self.chain_run, keep, DeltaPolicy(), Execution(workers, 1 << 20))
 
 
+class ModelAdded(Chained):
+    """A model is added to a family of four, of which it finds its parent."""
+
+    def __init__(self, chain: Path, folder: Path, state: Path) -> None:
+        super().__init__(chain, folder, [*range(1, STEPS)], [*range(1, STEPS + 1)])
+        self.state = state
+
+    def do(self, workers: int) -> None:
+        source, resources = open_checkpoint(self.state), Execution(workers, 1 << 20)
+        append_model(self.chain_run, source, "added", "auto", DeltaPolicy(), resources)
+
+
+class ModelsRemoved(Chained):
+    """The base and a model go, so that one model becomes a base and others are written against it."""
+
+    def __init__(self, chain: Path, folder: Path) -> None:
+        super().__init__(chain, folder, [*range(1, STEPS + 1)], [2, 4, 5])
+
+    def do(self, workers: int) -> None:
+        remove = Retention(remove=("m1", "m3"))
+        compact(self.chain_run, remove, DeltaPolicy(), Execution(workers, 1 << 20))
+
+
 def works(folder: Path) -> dict[str, Work]:
     """Return one work of each kind."""
     saved = []
@@ -167,7 +192,23 @@ def works(folder: Path) -> dict[str, Work]:
     }
 
 
+def works_on_families(folder: Path) -> dict[str, Work]:
+    """Return one work of each kind that changes a family of models, which are the states of `works` in this folder."""
+    saved = [folder / f"saved{number}" for number in range(1, STEPS + 1)]
+    family, larger = folder / "family", folder / "larger"
+    for number, path in enumerate(saved[:-1], 1):
+        parent = "none" if number == 1 else "m1" if number < 4 else "m3"
+        append_model(family, open_checkpoint(path), f"m{number}", parent, DeltaPolicy(), Execution())
+    shutil.copytree(family, larger)
+    append_model(larger, open_checkpoint(saved[-1]), f"m{STEPS}", "m1", DeltaPolicy(), Execution())
+    return {
+        "model added": ModelAdded(family, folder / "targets/added", saved[-1]),
+        "models removed": ModelsRemoved(larger, folder / "targets/removed"),
+    }
+
+
 def rounds(folder: Path, seed: int) -> Iterator[Round]:
     generator = random.Random(seed)
-    campaigns = {name: Campaign(work) for name, work in works(folder).items()}
+    every = {**works(folder), **works_on_families(folder)}
+    campaigns = {name: Campaign(work) for name, work in every.items()}
     yield from alternated({name: partial(one.round, generator) for name, one in campaigns.items()})

@@ -41,7 +41,7 @@ def test_a_manifest_of_a_later_version_is_refused(tmp_path: Path) -> None:
 
 def test_a_chain_of_a_later_version_is_refused(tmp_path: Path) -> None:
     run = shutil.copytree(CHAIN, tmp_path / "run")
-    state_version(run / chain_file.NAME, 3)
+    state_version(run / chain_file.NAME, 4)
     for command in ("inspect", "verify", "log"):
         assert_refused(command, run)
     assert_refused("inspect", f"{run}@11")

@@ -18,14 +18,16 @@ import xxhash
 from universal_reader import CODED, DERIVED, ITEMSIZE, UniversalReader, chunk_form, read_sealed
 
 MEMBER = re.compile(r"step-([0-9]{10,20})(\.[0-9]{1,6})?")
+NAME = re.compile(r"(?!last$)(?=.*[A-Za-z_])[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 class UniversalDecoder(UniversalReader):
     """A checked universal checkpoint: every state decodes to its values, and every checksum holds."""
 
-    def __init__(self, folder, decode=None, decode_delta=None):
+    def __init__(self, folder, decode=None, decode_delta=None, members=None):
+        """`members`: the folders of the chain's members by content id, among which a parent is found."""
         super().__init__(folder)
-        self.decode, self.decode_delta = decode, decode_delta
+        self.decode, self.decode_delta, self.members = decode, decode_delta, members or {}
         self._of_deltas = {}
         self.parent = self._open_parent()
         for name, entry in self.entries.items():
@@ -62,7 +64,8 @@ class UniversalDecoder(UniversalReader):
             return None
         stated = self.manifest["parent"]
         assert not stated["path"].startswith("/")
-        parent = UniversalDecoder(self.folder / stated["path"], self.decode, self.decode_delta)
+        path = self.members.get(stated["content"], self.folder / stated["path"])
+        parent = UniversalDecoder(path, self.decode, self.decode_delta, self.members)
         assert parent.manifest["content"] == stated["content"]
         return parent
 
@@ -128,29 +131,39 @@ class UniversalDecoder(UniversalReader):
 
 
 class ChainReader:
-    """A checked chain: `members` of chain.json, and a `UniversalDecoder` for each step in `checkpoints`."""
+    """A checked chain: `members` of chain.json, and a `UniversalDecoder` for each step in `checkpoints`.
+
+    In a family of models, steps are numbers of models, and each has a name.
+    """
 
     def __init__(self, folder, decode=None, decode_delta=None):
         index = read_sealed(Path(folder) / "chain.json")
-        assert (index["format"], index["version"]) == ("ckpt-chain", 1)
+        is_family = index["version"] == 3
+        assert (index["format"], index["version"]) in (("ckpt-chain", 1), ("ckpt-chain", 3))
+        assert index.get("family", False) == is_family
         self.members = index["members"]
         self.checkpoints = {}
+        folders = {member["content"]: Path(folder) / member["folder"] for member in self.members}
         assert self.members[0]["kind"] == "base"
-        previous = None
         for member in self.members:
             assert "losses" not in member
             assert MEMBER.fullmatch(member["folder"])
             assert member["kind"] in ("base", "delta")
-            assert member["parent"] == (None if member["kind"] == "base" else previous["content"])
-            assert previous is None or previous["step"] < member["step"]
-            checkpoint = UniversalDecoder(Path(folder) / member["folder"], decode, decode_delta)
+            earlier = [one["content"] for one in self.members if one["step"] < member["step"]]
+            assert len(earlier) == len(self.checkpoints)
+            allowed = [None] if member["kind"] == "base" else earlier if is_family else earlier[-1:]
+            assert member["parent"] in allowed
+            if is_family:
+                assert member["content"] not in earlier
+                assert NAME.fullmatch(member["name"])
+            checkpoint = UniversalDecoder(Path(folder) / member["folder"], decode, decode_delta, folders)
             assert checkpoint.manifest["content"] == member["content"]
             self._check_shared(member, checkpoint.manifest["packs"])
             states = [state for entry in checkpoint.entries.values() for state in entry["states"].items()]
             assert {name for name, state in states if state["error"] is not None} == set(member["errors"])
             self.checkpoints[member["step"]] = checkpoint
-            previous = member
         assert len({member["folder"] for member in self.members}) == len(self.members)
+        assert not is_family or len({member["name"] for member in self.members}) == len(self.members)
 
     @staticmethod
     def _check_shared(member, packs):

@@ -126,10 +126,13 @@ class ChainChange:
 
 
 @contextmanager
-def change(run: Path, resources: Execution, create: bool = False, wait: float = 0.0) -> Iterator[ChainChange]:
+def change(
+    run: Path, resources: Execution, create: bool = False, wait: float = 0.0, families: bool = False
+) -> Iterator[ChainChange]:
     """Change the chain at a path; with `create`, one may begin there. `wait`: seconds to wait for another process.
 
-    Raises `LockedError`, `NotFoundError` if there is no chain, `OutputError` if something else is there.
+    Raises `LockedError`, `NotFoundError` if there is no chain, `OutputError` if something else is there, and
+    `UnsupportedError` for a family of models, unless the caller can change `families`, too.
     """
     place = place_at(run, resources.read_back)
     deadline = time.monotonic() + wait
@@ -146,6 +149,8 @@ def change(run: Path, resources: Execution, create: bool = False, wait: float = 
                     raise
                 time.sleep(_POLL_SECONDS)
                 run = listed_again(run)
+        if chain.chain is not None and chain.chain.is_family and not families:
+            raise family_error(run)
         yield chain
 
 
@@ -242,6 +247,15 @@ def _read(run: Path, place: Place) -> tuple[ChainIndex | None, Version | None]:
     if chain is not None:
         check_appendable(run, chain)
     return chain, read[1]
+
+
+def family_error(run: Path) -> UnsupportedError:
+    """The error of what can only be done to a chain of the states of a run."""
+    return UnsupportedError(
+        "the chain is a family of models, which has no steps",
+        where=run,
+        hint="Name another chain; `ckpt append FAMILY MODEL` adds a model.",
+    )
 
 
 def check_appendable(run: Path, chain: ChainIndex) -> None:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from ckpt.chains.append import folder_name, last_base
+from ckpt.chains.append import last_base
 from ckpt.chains.carried import CarriedState, carry
 from ckpt.chains.change import ChainChange, change, check_appendable
+from ckpt.chains.compact_family import plan_family, write_family
+from ckpt.chains.kept import CompactPlan, KeptMember, unused_folder
 from ckpt.chains.write import DeltaPolicy, write_base, write_delta
 from ckpt.job import AnyProgress, load_kernels
 from ckpt.pipeline import Execution
@@ -46,25 +48,8 @@ class Retention(Checked):
     """How many segments of the log, the last ones; None: all."""
     upto: Count | None = None
     """The last step that stays; None: all stay."""
-
-
-@dataclass(frozen=True)
-class KeptMember:
-    """A state that stays, and how it is stored afterwards."""
-
-    step: int
-    member: Member | None
-    """None if the state is in the log only."""
-    how: str
-    """`as it is`, `base`, `delta` or `from log`."""
-
-
-@dataclass(frozen=True)
-class CompactPlan:
-    """The states and segments that a chain has afterwards."""
-
-    states: tuple[KeptMember, ...]
-    segments: tuple[LoggedSteps, ...]
+    remove: tuple[str, ...] = ()
+    """Of a family: the names of models that do not stay. The other fields are about the steps of a run."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +77,15 @@ def plan(run: Path, chain: ChainIndex, retention: Retention, policy: DeltaPolicy
     Raises `NotFoundError` for a step that is not there, `UnsupportedError` for a published chain.
     """
     check_appendable(run, chain)
+    if chain.is_family:
+        _check_about_models(run, retention, policy)
+        return CompactPlan(plan_family(run, chain, retention.remove), ())
+    if retention.remove:
+        raise UnsupportedError(
+            "the chain has states of one run, and no models with names",
+            where=run,
+            hint="State with `keep` (--keep) which steps stay.",
+        )
     chain = _cut(run, chain, retention.upto)
     segments = chain.segments if retention.gradients is None else _last(chain.segments, retention.gradients)
     last = last_step(run, chain)
@@ -129,12 +123,13 @@ def compact(
     run: Path, retention: Retention, policy: DeltaPolicy, resources: Execution, progress: AnyProgress | None = None
 ) -> CompactResult:
     """Write members again that lose their parent, replace the list, then remove folders that it no longer names."""
-    with change(run, resources) as place:
+    with change(run, resources, families=True) as place:
         chain = place.chain
         assert chain is not None  # `changed` raises if there is none
         notes = place.remove_leftovers()
         planned = plan(place.look(), chain, retention, policy)
-        members = _written(place, chain, planned, policy, progress)
+        write = write_family if chain.is_family else _written
+        members = write(place, chain, planned, policy, progress)
         after, packs_before = chain.with_members(tuple(members), planned.segments), folder.kept_nbytes(place.run, chain)
         if after != chain:
             place.replace(after)
@@ -142,6 +137,17 @@ def compact(
             _drop_later_records(place, after)
         packs_after = folder.kept_nbytes(place.look(), after)
     return CompactResult(chain, after, notes, (packs_before, packs_after))
+
+
+def _check_about_models(run: Path, retention: Retention, policy: DeltaPolicy) -> None:
+    """Raise `UnsupportedError` for options that are about the steps of a run."""
+    about_steps = retention.keep != ("all",) or (retention.gradients, retention.upto, policy.base_every) != (None,) * 3
+    if about_steps:
+        raise UnsupportedError(
+            "the chain is a family of models, which has no steps",
+            where=run,
+            hint="Name the models that go with `remove` (--remove NAME).",
+        )
 
 
 def _drop_later_records(place: ChainChange, chain: ChainIndex) -> None:
@@ -256,7 +262,7 @@ def _rewritten(
     `source`: the state, None for one of the log. `earlier`: the last one that stays, None for one of the log.
     """
     run, resources, member = place.look(), place.resources, state.member
-    target = _unused_folder(run, state.step)
+    target = unused_folder(run, state.step)
     unchanged = _unchanged(run, state, before)
     if member is None or source is None:
         source = open_state(run, chain, state.step)
@@ -307,13 +313,6 @@ def _check_parent(run: Path, member: Member | None) -> None:
             where=run,
             hint="Keep the steps before it, up to its base.",
         )
-
-
-def _unused_folder(run: Path, step: int) -> Path:
-    number = 0
-    while (run / (name := folder_name(step) + (f".{number}" if number else ""))).exists():
-        number += 1
-    return run / name
 
 
 def _steps(run: Path, chain: ChainIndex, keep: str) -> set[int]:

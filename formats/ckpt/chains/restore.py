@@ -52,6 +52,8 @@ def open_step(path: Path, step: int | None, options: ReadOptions) -> ChainState:
             raise NotFoundError(f"not a chain, and its step is {checkpoint.origin.step}, not {step}", where=path)
         return ChainState(checkpoint, path)
     chain = chain_file.load(path / chain_file.NAME)
+    if chain.is_family and step is None:
+        step = states.step_of(chain, address.Address(path, None))  # raises: the path names none of the models
     if chain.segments or chain.is_published:
         step = states.last_step(path, chain) if step is None else step
         if all(member.step != step for member in chain.members):

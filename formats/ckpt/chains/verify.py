@@ -40,9 +40,11 @@ class FirstNotFinite:
 
     step: int
     counts: NotFinite
+    model: str | None = None
+    """The name of the model, in a family."""
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.counts}"
+        return f"{self.model or f'step {self.step}'}: {self.counts}"
 
 
 @dataclass(frozen=True)
@@ -102,22 +104,31 @@ def verify_chain(
     checksums = sum(len(one.seals) for one in opened)
     by_path = {run / member.folder: member.step for member in chain.members}
     steps = [by_path.get(one.path, chain.members[-1].step) for one in opened]  # those of a tip are of the last member
-    strange = () if findings else tuple(_first_not_finite(steps, opened, scans, resources))
+    strange = () if findings else tuple(_first_not_finite(steps, opened, scans, resources, chain))
     notes = (*_not_finite_notice(strange), *_approximate(chain), *_torn(views))
     bad = tuple(_bad_steps(run, chain, findings))
     return ChainReport(chain, tuple(findings), bad, checksums, tuple(views), notes, strange)
 
 
 def _first_not_finite(
-    steps: Sequence[int], opened: Sequence[Checkpoint], scans: Sequence[FloatScan], resources: Resources
+    steps: Sequence[int],
+    opened: Sequence[Checkpoint],
+    scans: Sequence[FloatScan],
+    resources: Resources,
+    chain: ChainIndex,
 ) -> Iterator[FirstNotFinite]:
-    """The states with NaN or infinity, each parameter at its first step: counted again, which a scan does not."""
-    known = set[str]()
+    """The states with NaN or infinity, each parameter at its first step: counted again, which a scan does not.
+
+    In a family, those of each model.
+    """
+    known, models = set[str](), {member.step: member.name for member in chain.members}
     for step, one, scan in sorted(zip(steps, opened, scans, strict=True), key=lambda item: item[0]):
+        if chain.is_family:
+            known.clear()
         if new := scan.names - known:
             for counts in find_not_finite(one, resources, only=new):
                 known.add(counts.name)
-                yield FirstNotFinite(step, counts)
+                yield FirstNotFinite(step, counts, models.get(step))
 
 
 def _not_finite_notice(states: Sequence[FirstNotFinite]) -> Iterator[Notice]:
@@ -171,9 +182,10 @@ def _replay_findings(
 
 
 def _approximate(chain: ChainIndex) -> Iterator[Notice]:
-    lossy = tuple(str(member.step) for member in chain.members if not member.exact)
+    lossy = tuple(member.name or str(member.step) for member in chain.members if not member.exact)
     if lossy:
-        yield Notice(f"{len(lossy)} of {len(chain.members)} states are approximate, of steps", lossy)
+        of_what = "" if chain.is_family else ", of steps"
+        yield Notice(f"{len(lossy)} of {len(chain.members)} states are approximate{of_what}", lossy)
 
 
 def remainders(chain: ChainIndex, members: OpenedMembers) -> tuple[list[Checkpoint], list[Finding]]:
@@ -187,7 +199,7 @@ def remainders(chain: ChainIndex, members: OpenedMembers) -> tuple[list[Checkpoi
         try:
             checkpoint = as_stored(members.open(member))
         except CkptError as error:
-            findings.append(Finding("unreadable", f"step {member.step}: {error.what}", error.where or member.folder))
+            findings.append(Finding("unreadable", f"{member.label}: {error.what}", error.where or member.folder))
             continue
         opened.append(_remainder(checkpoint, sealed, replayed, shared))
         assert isinstance(checkpoint.seals, StoredSeals)
@@ -284,12 +296,13 @@ def _add_replayed(blob: Blob, replayed: set[_Key]) -> None:
 def _bad_steps(run: Path, chain: ChainIndex, findings: list[Finding]) -> list[int]:
     """The steps that depend on damaged files."""
     where = [Path(one) for finding in findings for one in finding.where.split(", ")]
-    steps, bad = list[int](), False
+    bad, contents = list[int](), set[str]()
     for m in chain.members:
         own = any(path == run / m.folder or run / m.folder in path.parents or _shares(m, path, run) for path in where)
-        bad = own or (bad and m.kind == "delta")
-        steps += [m.step] if bad else []
-    return steps
+        if own or m.parent in contents:
+            bad.append(m.step)
+            contents.add(m.content)
+    return bad
 
 
 def _shares(member: Member, path: Path, run: Path) -> bool:

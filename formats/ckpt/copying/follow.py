@@ -238,7 +238,7 @@ def _copy_of(target: StrPath, resources: Execution) -> Iterator[_ChainCopy]:
             where=path,
             hint="Copy the chain to another folder: `ckpt copy`, without --update and --follow.",
         )
-    with change(path, resources, create=True) as changed:
+    with change(path, resources, create=True, families=True) as changed:
         yield _ChainCopy(changed)
 
 

@@ -1,4 +1,4 @@
-"""Addresses of single states of a chain: `run.chain@1234`, `@last`, `@last~10`."""
+"""Addresses of single states of a chain: `run.chain@1234`, `@last`, `@last~10`; of a family of models: `@NAME`."""
 
 import re
 from dataclasses import dataclass
@@ -6,7 +6,10 @@ from pathlib import Path
 
 from ckpt_formats.universal.chain import chain_file
 
-_ADDRESS = re.compile(r"(.+)@(?:(\d{1,18})|last(?:~(\d{1,18}))?)", re.DOTALL)
+_ADDRESS = re.compile(
+    rf"(?P<run>.+)@(?:(?P<step>\d{{1,18}})|(?P<last>last(?:~(?P<back>\d{{1,18}}))?)|(?P<name>{chain_file.MODEL_NAME.pattern}))",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,8 @@ class Address:
     """None: count from the last step."""
     back: int = 0
     """How many steps before the last."""
+    name: str | None = None
+    """The name of a model of a family."""
 
 
 def parse(path: Path) -> Address | None:
@@ -27,8 +32,7 @@ def parse(path: Path) -> Address | None:
     True
     """
     match = _ADDRESS.fullmatch(path.name)
-    if match is None or path.exists() or not ((run := path.with_name(match[1])) / chain_file.NAME).is_file():
+    if match is None or path.exists() or not ((run := path.with_name(match["run"])) / chain_file.NAME).is_file():
         return None
-    if match[2] is not None:
-        return Address(run, int(match[2]))
-    return Address(run, None, int(match[3] or 0))
+    step = match["step"]
+    return Address(run, None if step is None else int(step), int(match["back"] or 0), match["name"])

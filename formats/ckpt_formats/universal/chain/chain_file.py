@@ -1,12 +1,15 @@
 """The index of a chain: `chain.json`, which names its members in the order of their steps.
 
+A chain is one of three kinds: states of one run, a published chain, or a family of models, whose members have names,
+and of which each delta names any earlier member as its parent.
+
 The folder of a member that is not named is a leftover of a crash. The file may be hostile: every field is checked
 before it is used.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +31,9 @@ NAME = "chain.json"
 VERSION = 1
 PUBLISHED_VERSION = 2
 """The version of the list of a published chain, which has no members: ckpt 1.0.0 refuses it."""
+FAMILY_VERSION = 3
+"""The version of the list of a family of models: ckpt 1.0.0 refuses it, because it takes the member before a delta for
+the delta's parent."""
 Kind = Literal["base", "delta"]
 FOLDER = re.compile(r"step-\d{10,20}(\.\d{1,6})?")
 """The name of a member's folder: its step, and a number if it was written again."""
@@ -37,6 +43,8 @@ TIP_FOLDER = re.compile(r"tip-\d{10,20}")
 """The name of the folder of a tip: the step of its state."""
 PIECES_FOLDER = re.compile(r"pieces-\d{10,20}\.[0-9a-f]{8}")
 """The name of the folder of a base that a recorder copies: the step where it begins, and a part of the run's name."""
+MODEL_NAME = re.compile(r"(?!last\Z)(?=.*[A-Za-z_])[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+"""The name of a model of a family: no path, and neither a step nor `last`."""
 _CONTENT = re.compile(r"blake2b-256:[0-9a-f]{64}")
 _KINDS: dict[str, Kind] = {"base": "base", "delta": "delta"}
 
@@ -58,14 +66,15 @@ class SharedPacks:
 
 @dataclass(frozen=True)
 class Member:
-    """One state of the run."""
+    """One state of the run, or one model of a family."""
 
     folder: str
     kind: Kind
     step: int
+    """The step of the run; in a family, the number of the model, counted from 1 in the order of appending."""
     content: str
     parent: str | None
-    """Of a delta: the content id of the previous member. None for a base."""
+    """Of a delta: the content id of the previous member, or, in a family, of any earlier one. None for a base."""
     codecs: tuple[str, ...]
     raw_nbytes: int
     """The bytes of all states, decoded."""
@@ -77,8 +86,15 @@ class Member:
     """By name of the state, the worst figures of its tensors; empty if all bits are as they were saved."""
     shared: tuple["SharedPacks", ...] = ()
     """Where its states lie that did not change: packs of earlier members."""
+    name: str | None = None
+    """The name of a model of a family; None in other chains."""
 
     __repr__ = short_repr
+
+    @property
+    def label(self) -> str:
+        """What messages call this member."""
+        return f"step {self.step}" if self.name is None else self.name
 
     @property
     def exact(self) -> bool:
@@ -141,11 +157,15 @@ class ChainIndex:
     tip: Tip | None = None
     is_published: bool = False
     """Whether a run publishes its weights here: what there is is said by the head, and there are no members."""
+    is_family: bool = False
+    """Whether the members are models of a family, not steps of a run."""
 
     __repr__ = short_repr
 
     def with_members(self, members: tuple[Member, ...], segments: tuple[LoggedSteps, ...]) -> "ChainIndex":
         """Other members and segments. What is known of the last member stays if it has the same content."""
+        if self.is_family:
+            return ChainIndex(members, is_family=True)
         if not members or not self.members or members[-1].content != self.members[-1].content:
             return ChainIndex(members, segments)
         return ChainIndex(members, segments, self.appended_from, self.tip)
@@ -168,8 +188,25 @@ class ChainIndex:
         at = next((i for i, member in enumerate(self.members) if member.step == step), None)
         if at is None:
             return ()
+        if self.is_family:
+            return self._line_of(self.members[at])
         begin = max(i for i in range(at + 1) if self.members[i].kind == "base")
         return self.members[begin : at + 1]
+
+    def _line_of(self, member: Member) -> tuple[Member, ...]:
+        """A model of a family and its ancestors, the base first."""
+        line, by_content = [member], {one.content: one for one in self.members}
+        while (parent := line[-1].parent) is not None:  # it ends: `parse` checks that each parent comes earlier
+            line.append(by_content[parent])
+        return tuple(line[::-1])
+
+    def member_named(self, name: str) -> Member | None:
+        """The model of a family by its name; None if there is none."""
+        return next((member for member in self.members if member.name == name), None)
+
+    def parent_of(self, member: Member) -> Member | None:
+        """The member against which a delta is stored; None for a base."""
+        return next((one for one in self.members if one.content == member.parent), None)
 
 
 def step_of(folder: str) -> int | None:
@@ -197,12 +234,15 @@ def dump(chain: ChainIndex) -> bytes:
             "time": member.time,
             "errors": {to_stored(state): encode(error) for state, error in member.errors.items()},
             **({"shared": [asdict(one) for one in member.shared]} if member.shared else {}),
+            **({} if member.name is None else {"name": member.name}),
         }
         for member in chain.members
     ]
     fields: dict[str, Any] = {"format": "ckpt-chain", "version": VERSION, "written_by": WRITTEN_BY}
     if chain.is_published:
         return sealed_json.dump({**fields, "version": PUBLISHED_VERSION, "published": True})
+    if chain.is_family:
+        return sealed_json.dump({**fields, "version": FAMILY_VERSION, "family": True, "members": members})
     segments = {"segments": [asdict(segment) for segment in chain.segments]} if chain.segments else {}
     source = {} if chain.appended_from is None else {"appended_from": asdict(chain.appended_from)}
     tip = {} if chain.tip is None else {"tip": asdict(chain.tip)}
@@ -225,15 +265,17 @@ def parse(content: bytes, path: Path) -> ChainIndex:
     check = FieldReader(path)
     check.true(fields.get("format") == "ckpt-chain", "format")
     version = fields.get("version")
-    if not is_natural(version) or version not in (VERSION, PUBLISHED_VERSION):
+    if not is_natural(version) or version not in (VERSION, PUBLISHED_VERSION, FAMILY_VERSION):
         raise UnsupportedError(
-            f"chain version {version!r:.30}; this program reads versions {VERSION} and {PUBLISHED_VERSION}",
+            f"chain version {version!r:.30}; this program reads versions {VERSION} to {FAMILY_VERSION}",
             where=path,
             hint="Upgrade ckpt.",
         )
     if version == PUBLISHED_VERSION:
         check.true(fields.get("published") is True and not fields.get("members"), "not a published chain")
         return ChainIndex((), is_published=True)
+    if version == FAMILY_VERSION:
+        return _family(fields, check)
     members = tuple(_member(member, check) for member in check.sequence(fields, "members"))
     rows = check.sequence(fields, "segments") if "segments" in fields else ()
     segments = tuple(_segment(row, check) for row in rows)
@@ -246,6 +288,26 @@ def parse(content: bytes, path: Path) -> ChainIndex:
         check.true(fits, f"members: the parent of {member.folder} is not {before.folder}")
     _check_segments(members, segments, check)
     return ChainIndex(members, segments, _appended_from(fields, check), _tip(fields, check))
+
+
+def _family(fields: Any, check: FieldReader) -> ChainIndex:
+    """The list of a family of models."""
+    check.true(fields.get("family") is True and not fields.get("segments"), "not a family of models")
+    members, earlier = list[Member](), set[str]()
+    for row in check.sequence(fields, "members"):
+        member, name = _member(row, check), check.text(row, "name")
+        check.true(MODEL_NAME.fullmatch(name) is not None, f"members: name {name!r:.150}")
+        after = not members or members[-1].step < member.step
+        check.true(after, f"members: number {member.step} after number {members[-1].step if members else 0}")
+        fits = member.parent is None if member.kind == "base" else member.parent in earlier
+        check.true(fits, f"members: the parent of {name} is not an earlier member")
+        check.true(member.content not in earlier, f"members: the content of {name} twice")
+        earlier.add(member.content)
+        members.append(replace(member, name=name))
+    check.true(bool(members), "members: there are none")
+    check.true(len({member.name for member in members}) == len(members), "members: a name twice")
+    check.true(len({member.folder for member in members}) == len(members), "members: a folder twice")
+    return ChainIndex(tuple(members), is_family=True)
 
 
 def is_empty(content: bytes, path: Path) -> bool:

@@ -23,7 +23,7 @@ class ChainFormat(Format):
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         chain = chain_file.load(path / chain_file.NAME)
-        if self._address is None and not (chain.segments or chain.is_published):
+        if self._address is None and not (chain.is_family or chain.segments or chain.is_published):
             return members.open_last(path, chain)
         step = states.step_of(chain, self._address or Address(path, None))
         return replace(states.open_state(path, chain, step), path=path)

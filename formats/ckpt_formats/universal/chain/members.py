@@ -9,6 +9,7 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.identity import Identities, Identity, recording
+from ckpt_formats.core.text import list_names
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain.chain_file import ChainIndex, Member
 from ckpt_formats.universal.format import read_lineage
@@ -89,6 +90,10 @@ def add_hint(run: Path, chain: ChainIndex, member: Member, error: CkptError) -> 
     """Add the last earlier step that does not need the damaged folder to the hint of an error."""
     if not isinstance(error, (CorruptError, IncompleteError, NotFoundError)) or error.where is None:
         return
+    if chain.is_family:
+        whole = [one.name or "" for one in _without(run, chain, member, error.where)]
+        error.hint = f"These models do not need it: {list_names(whole)}." if whole else error.hint
+        return
     good = last_without(run, chain, member, error.where)
     if good is not None:
         error.hint = f"Step {good.step} does not need it: `ckpt restore CHAIN DST --step {good.step}`."
@@ -96,10 +101,14 @@ def add_hint(run: Path, chain: ChainIndex, member: Member, error: CkptError) -> 
 
 def last_without(run: Path, chain: ChainIndex, member: Member, where: str) -> Member | None:
     """The last earlier member that can be opened and does not need the folder in which `where` is, if any."""
-    damaged = {name for name in chain.folders_of(member) if _is_inside(where, run / name)}
-    earlier = [one for one in chain.members if damaged and one.step < member.step]
-    unharmed = (one for one in reversed(earlier) if not damaged & chain.folders_of(one))
+    unharmed = (one for one in reversed(_without(run, chain, member, where)) if one.step < member.step)
     return next((one for one in unharmed if _opens(run, one)), None)
+
+
+def _without(run: Path, chain: ChainIndex, member: Member, where: str) -> list[Member]:
+    """The members that do not need the folder of a member in which `where` is; none if it is in no such folder."""
+    damaged = {name for name in chain.folders_of(member) if _is_inside(where, run / name)}
+    return [one for one in chain.members if damaged and not damaged & chain.folders_of(one)]
 
 
 def open_last(run: Path, chain: ChainIndex) -> Checkpoint:
@@ -126,11 +135,11 @@ def _check_place(run: Path, member: Member, loaded: LoadedFiles) -> None:
     place."""
     folder = run / member.folder
     if not folder.is_dir():
-        raise IncompleteError(f"the folder of step {member.step} is missing", where=folder)
+        raise IncompleteError(f"the folder of {member.label} is missing", where=folder)
     content = loaded.manifest(folder / manifest.NAME).content
     if content != member.content:
         raise CorruptError(
-            f"another checkpoint is in the place of step {member.step}: {content[:24]}…, not {member.content[:24]}…",
+            f"another checkpoint is in the place of {member.label}: {content[:24]}…, not {member.content[:24]}…",
             where=folder,
         )
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError
 from ckpt_formats.core.format import identified
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.universal.chain import members
 from ckpt_formats.universal.chain.address import Address
 from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
@@ -40,7 +41,18 @@ def all_steps(run: Path, chain: ChainIndex) -> list[int]:
 
 
 def step_of(chain: ChainIndex, address: Address) -> int:
-    """The step of an address. Raises as `last_step`, and `NotFoundError` before the first step of all."""
+    """The step of an address. Raises as `last_step`, and `NotFoundError` before the first step of all.
+
+    In a family of models, the number of the model of this name; raises `NotFoundError` if it has none.
+    """
+    if chain.is_family:
+        return _named(chain, address).step
+    if address.name is not None:
+        raise NotFoundError(
+            f"the chain has steps, and no model called {address.name}",
+            where=address.run,
+            hint=f"It has {steps_text(address.run, chain)}; `ckpt log` lists all.",
+        )
     if address.step is not None:
         return address.step
     last = last_step(address.run, chain)
@@ -51,6 +63,25 @@ def step_of(chain: ChainIndex, address: Address) -> int:
             hint=f"It has {steps_text(address.run, chain)}; `ckpt log` lists all.",
         )
     return last - address.back
+
+
+def _named(chain: ChainIndex, address: Address) -> Member:
+    """The model of a family that an address names, also by its number. Raises `NotFoundError`."""
+    for member in chain.members:
+        if member.name == address.name if address.name is not None else member.step == address.step:
+            return member
+    names = [member.name or "" for member in chain.members]
+    if address.name is None and address.step is None:
+        raise NotFoundError(
+            f"a family of {len(names)} models, and the path names none of them",
+            where=address.run,
+            hint=f"Name one: {printable(address.run.name)}@{names[0]}. It has {list_names(names)}.",
+        )
+    raise NotFoundError(
+        f"no model {address.name or address.step} in this family of {len(names)}",
+        where=address.run,
+        hint=f"It has {list_names(names)}; `ckpt log` lists all.",
+    )
 
 
 def open_steps(run: Path, logged: LoggedSteps, check: bool = False) -> Segment:
