@@ -12,7 +12,7 @@ from ckpt_cli.progress import doing
 from ckpt_cli.views import columns
 from ckpt_cli.views.report import data
 from ckpt_formats.core.folders import names_in
-from ckpt_formats.core.text import PARTIAL, format_nbytes, list_names, printable
+from ckpt_formats.core.text import PARTIAL, counted, format_nbytes, list_names, printable
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.chain_file import ChainIndex, Member
 from ckpt_formats.universal.published.steps import PublishedStep, read_steps
@@ -193,7 +193,7 @@ def _member_lines(chain: ChainIndex) -> Iterator[str]:
     raw, stored = _sums(chain)
     yield ""
     yield f"stored  {sparkline([member.stored_nbytes for member in chain.members])}"
-    sizes = f"{format_nbytes(stored)} for {len(chain.members)} states of {format_nbytes(raw)}"
+    sizes = f"{format_nbytes(stored)} for {counted(len(chain.members), 'state')} of {format_nbytes(raw)}"
     yield f"total   {sizes}: {times(raw, stored)}"
     shared = sum(member.shared_nbytes for member in chain.members)
     if shared:

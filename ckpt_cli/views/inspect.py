@@ -21,7 +21,7 @@ from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.seals import SealTable
 from ckpt_formats.core.state_table import PLAIN, ROLES, StateTable
 from ckpt_formats.core.text import folded, format_count, format_nbytes, printable
-from ckpt_formats.core.values import brief
+from ckpt_formats.core.values import Value, brief
 from ckpt_formats.registry.location import format_name
 
 if TYPE_CHECKING:
@@ -71,6 +71,18 @@ def print_json(checkpoint: Checkpoint, place: str | Path) -> None:
     data(facts_of("checkpoint", [row], checkpoint.path, details=details))
 
 
+def _laid_out(layout: Mapping[str, Value]) -> str:
+    """How the files are sharded, and under which keys of a state dict they have the model and the optimizer."""
+    sharded = ", ".join(f"{key} {brief(value)}" for key, value in layout.items() if value is not None and key != "keys")
+    keys = layout.get("keys")
+    if not isinstance(keys, dict):
+        return sharded or "not sharded"
+    named = " and ".join(f'"{keys[part]}"' for part in ("model", "optimizer") if keys.get(part))
+    return (
+        (sharded or "not sharded") + (f"; keys {named}" if named else "") + ("; flat keys" if keys.get("flat") else "")
+    )
+
+
 def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     """Print the index as text on stdout."""
     from ckpt import sizes
@@ -79,10 +91,9 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     origin = checkpoint.origin
     click.echo(f"{printable(str(checkpoint.path))}: {format_name(checkpoint)}")
     version = f" {printable(origin.version)}" if origin.version else ""
-    laid_out = ", ".join(f"{key} {brief(value)}" for key, value in origin.layout.items() if value is not None)
     click.echo(f"engine      {printable(origin.engine)}{version}")
     click.echo(f"step        {origin.step if origin.step is not None else 'not stated'}")
-    click.echo(f"layout      {printable(laid_out) or 'not sharded'}")
+    click.echo(f"layout      {printable(_laid_out(origin.layout))}")
     states = sizes.table(checkpoint)
     nbytes = states.of_parameters(states.nbytes)
     for role in dict.fromkeys(states.role.tolist()):

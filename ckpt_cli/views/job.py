@@ -17,7 +17,7 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.format import Plan
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import format_nbytes, list_names, printable
+from ckpt_formats.core.text import counted, format_nbytes, list_names, printable
 from ckpt_formats.core.value_changes import ChangedTensor
 
 _MAX_ROWS = 20
@@ -135,9 +135,9 @@ def show_result(
         data({**to_json(result), **(more or {})})
         return
     resumed = f"; {format_nbytes(result.resumed_nbytes)} of it by an earlier run" if result.resumed else ""
-    checked = (
-        f"; {result.checksums} checksums of the source match" if result.checksums else "; the source has no checksums"
-    )
+    match = "matches" if result.checksums == 1 else "match"
+    checksums = f"{counted(result.checksums, 'checksum')} of the source {match}"
+    checked = f"; {checksums if result.checksums else 'the source has no checksums'}"
     if result.status == "already complete":
         conclude(f"{printable(str(result.target))} is complete: shards of this job have published it already")
         return

@@ -11,7 +11,7 @@ import click
 
 from ckpt_cli import notes
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.text import format_nbytes, list_names, printable
+from ckpt_formats.core.text import counted, format_nbytes, list_names, printable
 
 if TYPE_CHECKING:
     from ckpt.findings.not_finite import NotFinite
@@ -99,14 +99,15 @@ def findings(
         tensors = _count(checkpoint)
         if checkpoint.seals:
             sealed = format_nbytes(nbytes_sealed(checkpoint))
-            checksums = f"{len(checkpoint.seals)} checksums over {sealed} match"
-            facts = f"{tensors} tensors complete, {checksums}, copies are equal"
+            match = "matches" if len(checkpoint.seals) == 1 else "match"
+            checksums = f"{counted(len(checkpoint.seals), 'checksum')} over {sealed} {match}"
+            facts = f"{counted(tensors, 'tensor')} complete, {checksums}, copies are equal"
         else:
             read = "were not checked" if strange is None else "were read, but not compared"
             why = f"{checkpoint.format} has no checksums"
-            facts = f"headers of {tensors} tensors are complete; the values {read}: {why}"
+            facts = f"headers of {counted(tensors, 'tensor')} are complete; the values {read}: {why}"
         if count := sum(one.nans + one.infinities for one in strange or ()):
-            facts += f"; {count:,} values are NaN or infinite"
+            facts += f"; {counted(count, 'value')} {'is' if count == 1 else 'are'} NaN or infinite"
         elif has_read_all:
             facts += "; no value is NaN or infinite"
         conclude(f"ok: {printable(str(checkpoint.path))}: {facts}{part} ({seconds:.1f} s)")

@@ -32,7 +32,7 @@ def seal(plan: SealPlan, resources: Execution, as_json: bool) -> None:
     else:
         conclude(
             f"sealed {format_nbytes(done.nbytes)} in {file_count(done.files)}: {printable(str(done.seal_file))}. "
-            f"Whatever ckpt reads of them is compared with it from now on"
+            "From now on, ckpt compares with it whatever it reads of them"
         )
 
 

@@ -3,9 +3,12 @@
 import contextlib
 import io
 import json
+import math
 import re
 import shlex
 import shutil
+from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from safetensors.numpy import save_file
 
 import ckpt as library
 from damage import SAMPLES, ckpt
+from object_stores import StoreServer, moto, reached
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, START = ((DOCS / name).read_text("utf-8") for name in ("tasks.md", "start.md"))
@@ -54,6 +58,170 @@ LLAMA = {
 """Of the model of Megatron's samples, whose arguments leave out some of it."""
 
 
+PRINTS = {
+    "inspect run/global_step5": r"zero_stage 1, dp 2.*34,056 in 31 tensors.*word.weight  \[256, 32\] bfloat16",
+    "inspect run/global_step5 --depth 2 --json": r'"name": "head.weight"',
+    "inspect steps": r"checkpoint-300  newest complete .*means checkpoint-300",
+    "inspect run/global_step5 fsdp deltas.chain@11": r"fsdp +folder +dcp +5 .*deltas.chain@11 +chain +chain +11 ",
+    "inspect run/global_step5 fsdp deltas.chain@11 --json": r'"kind": "several"',
+    "latest steps": r"^steps/checkpoint-300$",
+    "latest steps --verify --json": r'"step": 300, .*"verified": true, "passed_over": \[\]',
+    "verify run/global_step5": r"^ok: .* 39 checksums over 478.3 KiB match",
+    "verify --quick run/global_step5": r"^ok: .* no tensor was read",
+    "verify --all kept": r"ok: kept/step-1.*ok: kept/step-2.*ok: all 2 checkpoints",
+    "diff run/global_step5 fsdp": r"different: ",
+    "diff run/global_step5 fsdp --html diff.html": r"different: ",
+    "check ddp.pt --like clean-keys.txt": r"everything fits: --rename '\^module\\.='.*2 missing, 2 unexpected",
+    "stats run/global_step5 --fail-on nan,inf": r"no value is NaN or infinite: 136,246 values in ",
+    "stats run/global_step5 --by layer --state exp_avg_sq": r" 8,544 .* blocks\.1  exp_avg_sq",
+    "stats run/global_step5 --csv": r"^tensor,state,dtype,.*\nodd,master,float32,7,,7,0,0,0,0\.9737",
+    "rules run/global_step5": r"blocks\.\*\.mlp\.up\.weight \(2\)",
+    "extract run/global_step5 head.weight head.npy": r"wrote head.npy: float32 \[256, 32\]",
+    "extract run/global_step5 'head.weight[0:2, :4]'": r"bfloat16 \[2, 4\]\n\[\[-0\.0976562 0\.00213623 ",
+    "extract run/global_step5 head.weight.exp_avg momentum.safetensors": r"wrote momentum.safetensors: float32",
+    "doctor .": r"kernels +loaded.*ok: ckpt works here",
+    "seal weights.safetensors": r"sealed 69.4 KiB in 1 file",
+    "verify weights.safetensors": r"^ok: .* 1 checksum over 69.4 KiB matches",
+    "index fsdp": r"nothing was written",
+    "reshard run/global_step5 for-8-gpus --dp 8 --dry-run": r"pp 0 tp 0 dp 7 .*nothing was written",
+    "inspect trainer": r"step        4\nlayout      not sharded; keys .*transformer",
+    "inspect stranger.pt": r'keys "model"\n.*2 in 1 tensor.*epoch: 3',
+    "append run.chain run/global_step5": r"step 5, base, .*, exact\nwrote 1 file",
+    "append run.chain later --step 10": r"step 10, base.*not stored again: 253.1 KiB",
+    "log run.chain": r"\n +5  base .*\n +10  base .*2 states of 835.8 KiB",
+    "log run.chain --html chain.html": r"\n +10  base ",
+    "log recorded.chain": r"gradients of steps 4 to 6.*exact, without torch",
+    "diff run.chain@5 run.chain@last": r"head.weight.*different: 1 of 124 tensors",
+    "diff deltas.chain@10 deltas.chain@11 --by layer": r"by layer\n",
+    "diff deltas.chain@10 deltas.chain@12 --only '^frozen' --state model --tensors-only": r"the same: 1 tensor",
+    "inspect run/global_step5 --html checkpoint.html": r"34,056 in 31 tensors",
+    "prune steps --keep last:2,every:1000 --unchanged-for 0s --dry-run": r"checkpoint-100 .*would go\nwould remove 1",
+    "prune steps --keep last:2,every:1000 --unchanged-for 0s": r"checkpoint-100 .*removed\nremoved 1 of 3",
+    "compact saved.chain --keep last:3": r"3 states stay, 1 removed",
+    "copy run.chain s3://bucket/run.chain": r"copied|wrote",
+    "copy run/global_step5 s3://bucket/run/global_step5": r"copied|wrote",
+    "inspect s3://bucket/run/global_step5": r"zero_stage 1, dp 2.*34,056 in 31 tensors",
+    "latest s3://bucket/run": r"^s3://bucket/run/global_step5$",
+    "plan --step 0.8s --mtbf 3h --stall 20s": r"a base every 805 steps \(10 min 44 s\): wastes 5.96",
+}
+"""What commands print, as regular expressions, by the line of the page."""
+Check = Callable[[library.Checkpoint], bool]
+
+
+def run() -> library.Checkpoint:
+    return library.open("run/global_step5")
+
+
+def is_same(other: str, *states: str) -> Check:
+    """Whether what was written has the tensors of another checkpoint, bit for bit."""
+
+    def check(made: library.Checkpoint) -> bool:
+        before = library.open(other)
+        before = before.weights_only() if states == ("model",) else before
+        pairs = library.diff(before, made, states=states, tensors_only=True).pairs
+        return bool(pairs) and {pair.kind for pair in pairs} == {"equal"}
+
+    return check
+
+
+def is_sharded(other: str, *states: str, **layout: int) -> Check:
+    """The same, with this layout."""
+    return lambda made: is_same(other, *states)(made) and layout.items() <= made.origin.layout.items()
+
+
+def has_dtype(dtype: str, count: int) -> Check:
+    """Whether so many weights have this type, and no other float type is there."""
+
+    def check(made: library.Checkpoint) -> bool:
+        types = [str(parameter.weight.dtype) for parameter in made.parameters.values()]
+        return types.count(dtype) == count
+
+    return check
+
+
+def has_states(*states: str) -> Check:
+    return lambda made: set(states) <= set(made.parameters[next(iter(made.parameters))].states)
+
+
+def has_names(*names: str) -> Check:
+    return lambda made: set(names) <= set(made.parameters)
+
+
+def is_moved(share: float) -> Check:
+    """Whether `head.weight` is this share of its way from the run's values to zeros, within a step of bfloat16."""
+
+    def check(made: library.Checkpoint) -> bool:
+        values, before = (
+            np.asarray(one["head.weight"], np.float32) for one in (made, library.open("run/global_step5"))
+        )
+        return np.allclose(values, (1 - share) * before, rtol=2**-7, atol=0)
+
+    return check
+
+
+WRITTEN: dict[str, Check] = {
+    "only-blocks.safetensors": lambda made: len(made) == 24 and all(name.startswith("blocks.") for name in made),
+    "renamed.pt": has_names("model.blocks.0.norm1.weight", "head.weight"),
+    "clean.pt": has_names("layer0.weight", "layer1.weight"),
+    "numbered.pt": has_names("blocks.0.weight", "blocks.1.weight"),
+    "weights.safetensors": has_dtype("bfloat16", 32),
+    "convert run/global_step5 weights.safetensors --model-only --dtype fp16 --overwrite": has_dtype("float16", 32),
+    "weights-fp32.safetensors": is_same("zero3/global_step5", "master"),
+    "all.safetensors": is_same("run/global_step5"),
+    "weights.pt": is_same("run/global_step5", "model"),
+    "for-8-gpus": is_sharded("run/global_step5", dp=8),
+    "for-1-gpu": is_sharded("run/global_step5", dp=1),
+    "for-2-gpus": is_sharded("zero3/global_step5", dp=2, zero_stage=3),
+    "stage-3": is_sharded("run/global_step5", "master", "exp_avg", "exp_avg_sq", dp=4, zero_stage=3),
+    "universal-folder": is_same("run/global_step5", "master", "exp_avg", "exp_avg_sq"),
+    "universal-of-3": is_same("zero3/global_step5", "master", "exp_avg", "exp_avg_sq"),
+    "for-fsdp": is_same("run/global_step5", "exp_avg", "exp_avg_sq"),
+    "fsdp-weights.safetensors": is_same("fsdp", "model"),
+    "fsdp-all.pt": is_same("fsdp"),
+    "fsdp-8": is_same("fsdp"),
+    "fsdp-2x2": is_same("fsdp"),
+    "start": is_same("weights.safetensors"),
+    "from-the-bucket.safetensors": is_same("run/global_step5", "model"),
+    "from-fsdp": is_sharded("fsdp", "exp_avg", "exp_avg_sq", dp=2, zero_stage=2),
+    "megatron-1": is_sharded("megatron/iter_0000002", tp=1, pp=1),
+    "megatron-tp4": is_sharded("megatron/iter_0000002", tp=4, pp=1),
+    "megatron-pp2": is_sharded("megatron/iter_0000002", tp=1, pp=2),
+    "megatron-new": is_same("megatron-old/iter_0000002"),
+    "megatron-back": is_same("megatron/iter_0000002"),
+    "llama": has_names("model.layers.3.mlp.up_proj.weight", "lm_head.weight"),
+    "megatron-llama": is_same("megatron/iter_0000002", "model"),
+    "megatron-llama-tp2": is_sharded("megatron-llama", tp=2, pp=2),
+    "to-megatron": has_states("exp_avg", "exp_avg_sq"),
+    "to-hf": is_same("trainer", "model"),
+    "model": has_dtype("bfloat16", 28),
+    "resumed/checkpoint-500": is_sharded("run/global_step5", dp=4),
+    "trainer-fsdp": is_same("trainer", "exp_avg", "exp_avg_sq"),
+    "trainer-zero": is_sharded("trainer", "exp_avg", "exp_avg_sq", dp=2, zero_stage=1),
+    "padded": lambda made: made["transformer.wte.weight"].shape == (64, 8),
+    "more-tokens": lambda made: (
+        made["word.weight"].shape == made.parameters["word.weight"].states["exp_avg"].shape == (300, 32)
+    ),
+    "merged": lambda made: bool((np.asarray(made["head.weight"]) == 5).all()),  # 1 + 4 / 2 * (1 * 1 + 1 * 1)
+    "mean": is_moved(0.75),
+    "mean-of-two": is_same("kept/step-2"),
+    "ema.safetensors": lambda made: np.allclose(np.asarray(made["w"]), 1.005989),
+    "arc": is_moved(1 - math.sin(0.7 * math.pi / 2)),  # to zeros, which mergekit takes for a right angle
+    "ties.safetensors": lambda made: 0 < (made["head.weight"][:] != run()["head.weight"][:]).sum() < 8192,
+    "safe.safetensors": has_names("w"),
+    "model.safetensors": is_same("weights.pt"),
+    "model.pt": is_same("weights.pt"),
+    "half.safetensors": has_dtype("bfloat16", 31),
+    "model.msgpack": is_same("weights.pt"),
+    "small.ucp": is_same("model.safetensors"),
+    "again.safetensors": is_same("model.safetensors"),
+    "small": is_same("run/global_step5"),
+    "again": is_sharded("run/global_step5", dp=2, zero_stage=1),
+    "resumed-at-5": is_sharded("run/global_step5", dp=2),
+    "step5": lambda made: made.step == 5,
+}
+"""What is right of each target that a command of the page writes, by its name, or by the line if two write it."""
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the checkpoints that the page names."""
@@ -90,7 +258,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_blocks(page: str) -> int:
+@pytest.fixture
+def bucket() -> Iterator[StoreServer]:
+    """The bucket that the page names."""
+    with moto() as server, reached(server):
+        yield server
+
+
+def check_nothing(line: str, out: str) -> None:
+    pass
+
+
+def check_outcome(line: str, out: str) -> None:
+    """Check what a command of the page has printed, or written."""
+    command = line.removeprefix("$ ckpt ")
+    if command in PRINTS:
+        assert re.search(PRINTS[command], out, re.DOTALL), f"{line}\n{out}"
+        return
+    *_, target = takewhile(lambda word: not word.startswith("-"), shlex.split(command))
+    check = WRITTEN.get(command) or WRITTEN[target.rstrip("/")]
+    assert check(library.open(target)), line
+
+
+def run_blocks(page: str, outcome: Callable[[str, str], None] = check_nothing) -> int:
     """Run the marked blocks of a page in their order. Returns how many there are."""
     blocks = BLOCK.findall(page)
     for code, language, text in blocks:
@@ -100,12 +290,12 @@ def run_blocks(page: str) -> int:
             assert bool(printed.getvalue()) == ("print(" in text), text
             continue
         for line in text.splitlines():
-            run_line(line, int(code or 0))
+            outcome(line, run_line(line, int(code or 0)))
     return len(blocks)
 
 
-def run_line(line: str, code: int) -> None:
-    """Run a command of a page; it prints something, and a target that it writes can be opened."""
+def run_line(line: str, code: int) -> str:
+    """Run a command of a page; it prints something, and a target that it writes can be opened. Returns the output."""
     assert line.startswith("$ ckpt ")
     command, *words = shlex.split(line)[2:]
     done = ckpt(command, *words)
@@ -115,10 +305,11 @@ def run_line(line: str, code: int) -> None:
         places = [Path(word) for word in words[1:] if not word.startswith("-") and Path(word).exists()]
         assert places, line
         assert all(library.open(place).parameters for place in places if place.suffix not in (".chain", ".json")), line
+    return done.out
 
 
-def test_every_task_does_what_the_page_promises(folder: Path) -> None:
-    assert run_blocks(PAGE) >= 45
+def test_every_task_does_what_the_page_promises(folder: Path, bucket: StoreServer) -> None:
+    assert run_blocks(PAGE, check_outcome) >= 45
     names = {path.name for path in folder.iterdir()} - set(SAMPLE_OF)
     assert len(names) > 40
     assert not [name for name in names if name.startswith(".")]
@@ -149,6 +340,6 @@ def test_the_first_two_minutes_go_as_the_page_says(folder: Path) -> None:
     assert len(library.open("from-python.safetensors")) == len(library.open("weights.safetensors"))
 
 
-def test_every_block_runs_unless_it_needs_a_bucket() -> None:
+def test_every_block_runs_unless_it_needs_two_machines() -> None:
     rest = re.findall(r"^```\w+\n(.*?)```", BLOCK.sub("", PAGE), re.DOTALL | re.MULTILINE)
-    assert all("s3://" in text for text in rest)
+    assert all("ckpt serve" in text for text in rest)

@@ -274,9 +274,10 @@ def save(
 ) -> Result:
     """Write a checkpoint. `Job` does the same, and can return the plan before.
 
-    `format` is a format with its options, or the name of a format, such as "hf". Without it, the target's ending says
-    it: `.safetensors`, `.pt`, `.pth`, `.bin`, `.ckpt`, `.msgpack`; other names are in the universal format.
-    `overwrite`: replace a checkpoint at the target, which goes when the new one is whole. `resources` None: those of
+    `format` is a format with its options, or the name of a format, such as "hf". Without it, the target's ending
+    determines it: `.safetensors`, `.pt`, `.pth`, `.bin`, `.ckpt`, `.ucp`, `.msgpack`, `.gguf`; a name without an ending
+    is a folder in the universal format.
+    `overwrite`: replace a checkpoint at the target, which goes when the new one is complete. `resources` None: those of
     `Resources.of_machine()`. `locks` and `read_back`: as in `Job.run`.
 
     Raises `CkptError` of the kind that fits; the target is then unchanged.
