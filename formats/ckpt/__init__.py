@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ckpt_formats.engines.hf import HuggingFace
     from ckpt_formats.engines.megatron import MegatronDist as Megatron
     from ckpt_formats.engines.megatron import MegatronLegacy
+    from ckpt_formats.engines.orbax import Orbax
     from ckpt_formats.engines.safetensors import Safetensors
     from ckpt_formats.engines.torch_save import Torch
     from ckpt_formats.universal import Universal
@@ -113,6 +114,7 @@ _NAMES = {
     "ckpt_formats.engines.deepspeed.universal": ("DeepSpeedUniversal",),
     "ckpt_formats.engines.flax": ("Flax",),
     "ckpt_formats.engines.gguf": ("Gguf",),
+    "ckpt_formats.engines.orbax": ("Orbax",),
     "ckpt_formats.engines.hf": ("HuggingFace",),
     "ckpt_formats.engines.megatron": ("Megatron:MegatronDist", "MegatronLegacy"),
     "ckpt_formats.engines.safetensors": ("Safetensors",),
@@ -147,6 +149,7 @@ __all__ = [
     "MegatronLegacy",
     "NotFoundError",
     "NotebookProgress",
+    "Orbax",
     "Reading",
     "Resources",
     "Retention",

@@ -18,6 +18,7 @@ from pathlib import Path
 
 ZOO = Path(os.environ.get("CKPT_ZOO") or "~/.cache/ckpt-tests").expanduser()
 ENGINES = ("torch", "numpy", "deepspeed", "megatron-core", "transformers", "accelerate", "peft", "safetensors")
+ENGINES += ("jax", "flax", "optax", "orbax-checkpoint", "tensorstore")
 JOBS = Path(__file__).parent
 
 

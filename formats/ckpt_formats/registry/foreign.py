@@ -13,7 +13,6 @@ _GGUF = "a model of llama.cpp (GGUF)"
 _KINDS = (
     (r".*\.h5|.*\.hdf5|.*\.keras", "weights of Keras or TensorFlow (HDF5)"),
     (r".*\.ckpt\.(index|meta)|.*\.data-\d{5}-of-\d{5}|saved_model\.pb|.*\.tflite", "a checkpoint of TensorFlow"),
-    (r"manifest\.ocdbt|_CHECKPOINT_METADATA|\.zarray|.*\.orbax-checkpoint.*", "a checkpoint of Orbax (JAX)"),
     (r".*\.gguf", _GGUF),
     (r"ggml-.*\.bin", "weights of llama.cpp (GGML)"),
     (r".*\.onnx|.*\.onnx_data", "a graph of ONNX"),

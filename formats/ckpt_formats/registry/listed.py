@@ -62,6 +62,17 @@ FORMATS: dict[str, ListedFormat] = {
         "ckpt_formats.engines.dcp:DCP",
         Marks((".metadata", "pytorch_model_fsdp_0", "optimizer_0", "checkpoint"), ("*",), ("*.metadata", "__*")),
     ),
+    "orbax": ListedFormat(
+        "ckpt_formats.engines.orbax:Orbax",
+        Marks(
+            ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"),
+            (
+                *("*.orbax-checkpoint-tmp*", "*/_METADATA", "*/_CHECKPOINT_METADATA", "*/manifest.ocdbt"),
+                *("*/.zarray", "*/zarr.json", "*/default/_METADATA", "*/state/_METADATA", "*/items/_METADATA"),
+                "*/params/_METADATA",
+            ),
+        ),
+    ),
     "safetensors": ListedFormat(
         "ckpt_formats.engines.safetensors:Safetensors", Marks((), _SAFETENSORS, _SAFETENSORS, SAFETENSORS)
     ),

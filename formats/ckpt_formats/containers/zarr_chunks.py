@@ -1,0 +1,255 @@
+"""Read values from chunks of zarr: plain, compressed, or in shards. Nothing is read until values are asked for.
+
+A chunk decodes to exactly the bytes that its shape states; one that decodes to more is refused before they are made.
+"""
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from io import BytesIO
+from math import prod
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from ckpt_formats.containers.compressed_range import DecompressedBlob, Frame, Source, zstd_decoder
+from ckpt_formats.containers.crc32c import crc32c
+from ckpt_formats.containers.ocdbt import Place
+from ckpt_formats.containers.zarr import ArrayLayout, ChunkCodec
+from ckpt_formats.core.dtypes import DTYPES, DType
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.tensor import Array, ArrayBlob, Blob, FileBlob
+from ckpt_formats.core.text import printable
+
+_SMALL = 1 << 23
+"""Bytes of a decoded chunk up to which it is decoded at once, and kept by the reader."""
+_MAX_FRAMES = 64
+_MAX_INDEX = 1 << 26
+_NOT_STORED = (1 << 64) - 1
+
+
+class ChunkFrame(Frame):
+    """The decoded bytes of a chunk of a known length. It is decoded when it is read, and never only to be measured."""
+
+    def __init__(self, path: Path, offset: int, nbytes: int, length: int, compression: str) -> None:
+        self.path, self.offset, self.nbytes, self.length = path, offset, nbytes, length
+        self.seal = None
+        self._open = zstd_decoder if compression == "zstd" else _GzipDecoder
+        self._cursors, self._lock = [], Lock()
+        self._head, self._tail, self.crc = b"", b"", 0
+
+
+class _GzipDecoder:
+    """A decoder of members of gzip."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._inflater = source, zlib.decompressobj(zlib.MAX_WBITS | 16)
+
+    def read(self, max_nbytes: int) -> bytes:
+        while not self._inflater.eof:
+            packed = self._inflater.unconsumed_tail or self._source.read(1 << 16)
+            try:
+                data = self._inflater.decompress(packed, max_nbytes)
+            except zlib.error as error:
+                raise CorruptError(f"the chunk cannot be decoded: {error}", where=self._source.path) from None
+            if data:
+                return data
+            if not packed and not self._inflater.eof:
+                raise CorruptError("the chunk ends too early", where=self._source.path)
+        return b""
+
+
+@dataclass(eq=False)
+class ChunkReader:
+    """Opens the chunks of one folder, and keeps the last ones open."""
+
+    folder: Path
+    _frames: dict[Place, ChunkFrame] = field(default_factory=dict, repr=False)
+    _indices: dict[Place, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
+
+    def frame(self, place: Place, length: int, compression: str) -> ChunkFrame:
+        """The decoded bytes of a compressed range."""
+        frame = self._frames.get(place)
+        if frame is None:
+            if len(self._frames) >= _MAX_FRAMES:
+                self._frames.clear()
+            path = self.folder / place.file
+            frame = ChunkFrame(path, place.offset, place.nbytes, length, compression)
+            self._frames[place] = frame
+        return frame
+
+    def index(self, place: Place, layout: ArrayLayout, data: bytes | None) -> list[tuple[int, int]]:
+        """The offset and length of each chunk in a shard; `data` has its bytes if they are in no file.
+
+        Raises `CorruptError` if the index does not fit its checksum, or names bytes outside the shard.
+        """
+        known = self._indices.get(place)
+        if known is not None:
+            return known
+        sharding = layout.sharding
+        assert sharding is not None
+        count = prod(c // i for c, i in zip(layout.chunks, sharding.shape, strict=True))
+        nbytes = 16 * count + 4 * sharding.index_checksum
+        path = self.folder / place.file
+        if nbytes > min(place.nbytes, _MAX_INDEX):
+            raise CorruptError(f"a shard of {place.nbytes:,} bytes has no room for its index", where=path)
+        at = place.nbytes - nbytes if sharding.index_at_end else 0
+        if data is None:
+            with Reader(check=False) as reader:
+                raw = bytearray(nbytes)
+                reader.read_into(path, place.offset + at, memoryview(raw))
+        else:
+            raw = bytearray(data[at : at + nbytes])
+        if sharding.index_checksum and crc32c(bytes(raw[:-4])) != int.from_bytes(raw[-4:], "little"):
+            raise CorruptError("the index of a shard does not fit its crc32c checksum", where=path)
+        pairs = np.frombuffer(bytes(raw[: 16 * count]), "<u8").reshape(-1, 2).tolist()
+        for offset, length in pairs:
+            if (offset, length) != (_NOT_STORED, _NOT_STORED) and offset + length > place.nbytes:
+                raise CorruptError("the index of a shard names bytes outside it", where=path)
+        if len(self._indices) >= _MAX_FRAMES:
+            self._indices.clear()
+        self._indices[place] = [(offset, length) for offset, length in pairs]
+        return self._indices[place]
+
+    def __getstate__(self) -> Path:
+        return self.folder
+
+    def __setstate__(self, folder: Path) -> None:
+        self.folder, self._frames, self._indices = folder, {}, {}
+
+
+# Not frozen: there is one for each chunk.
+@dataclass(slots=True, eq=False)
+class ChunkBlob(Blob):
+    """The values of one chunk, or of a block of it."""
+
+    layout: ArrayLayout
+    value: Place | bytes
+    """Where the encoded chunk is, or its bytes."""
+    reader: ChunkReader
+    label: str
+    """The chunk's key, for messages."""
+    fills: bool
+    """Whether chunks of a shard that are not stored have the fill value; else they are missing."""
+    part: Box
+
+    @property
+    def shape(self) -> Shape:
+        return self.part.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.layout.dtype
+
+    def crop(self, box: Box) -> "ChunkBlob":
+        part = box.shift(self.part.start)
+        return ChunkBlob(self.layout, self.value, self.reader, self.label, self.fills, part)
+
+    def read_into(self, out: Array, reader: Reader) -> None:
+        """Fill `out`, an array of this shape and dtype.
+
+        Raises `CorruptError` for a chunk that does not decode to its shape, `IncompleteError` for one that a shard
+        lacks.
+        """
+        layout = self.layout
+        if layout.sharding is None:
+            self._read_chunk(self.value, layout.chunks, self.part, out, reader)
+            return
+        inner = layout.sharding.shape
+        data = self.value if isinstance(self.value, bytes) else None
+        place = Place(self.label, 0, len(data)) if data is not None else self.value
+        assert isinstance(place, Place)
+        index = self.reader.index(place, layout, data)
+        grid = tuple(c // i for c, i in zip(layout.chunks, inner, strict=True))
+        low = tuple(a // i for a, i in zip(self.part.start, inner, strict=True))
+        high = tuple(-(-b // i) for b, i in zip(self.part.stop, inner, strict=True))
+        for step in np.ndindex(*(b - a for a, b in zip(low, high, strict=True))):
+            at = tuple(a + s for a, s in zip(low, step, strict=True))
+            corner = tuple(a * i for a, i in zip(at, inner, strict=True))
+            chunk = Box(corner, tuple(c + i for c, i in zip(corner, inner, strict=True)))
+            common = chunk & self.part if inner else chunk
+            assert common is not None
+            target = out[common.within(self.part).index]
+            offset, nbytes = index[int(np.ravel_multi_index(at, grid)) if grid else 0]
+            if (offset, nbytes) == (_NOT_STORED, _NOT_STORED):
+                if not self.fills:
+                    raise IncompleteError(f"the shard {printable(self.label)} lacks a chunk", where=self.reader.folder)
+                target[...] = np.frombuffer(layout.fill, self.dtype)[0]
+                continue
+            value = (
+                data[offset : offset + nbytes] if data is not None else Place(place.file, place.offset + offset, nbytes)
+            )
+            self._read_chunk(value, inner, common.within(chunk), target, reader)
+
+    def sources(self) -> Iterator[FileBlob]:
+        """The whole encoded chunk: compressed bytes cannot be assigned to values."""
+        if isinstance(self.value, Place):
+            path = self.reader.folder / self.value.file
+            yield FileBlob.packed(path, self.value.offset, (self.value.nbytes,), DTYPES["uint8"])
+
+    def _read_chunk(self, value: Place | bytes, shape: Shape, part: Box, out: Array, reader: Reader) -> None:
+        """Fill `out` with a block of the chunk of this shape that is encoded in `value`."""
+        codec, length = self.layout.codec, prod(shape) * self.dtype.itemsize
+        trailer = 4 * codec.checksum
+        if isinstance(value, bytes):
+            data = _decoded(value, codec, length, self.label, self.reader.folder)
+            ArrayBlob(np.frombuffer(data, self.dtype).reshape(shape)).crop(part).read_into(out, reader)
+            return
+        path = self.reader.folder / value.file
+        stored = FileBlob.packed(path, value.offset, shape, self.dtype)
+        if codec.compression is None:
+            if value.nbytes != length + trailer:
+                text = f"chunk {printable(self.label)} has {value.nbytes:,} bytes, but its shape needs {length:,}"
+                raise CorruptError(text, where=path)
+            stored.crop(part).read_into(out, reader)
+        elif length <= _SMALL:
+
+            def fill(buffer: Array) -> None:
+                encoded = bytearray(value.nbytes)
+                reader.read_into(path, value.offset, memoryview(encoded))
+                data = _decoded(bytes(encoded), codec, length, self.label, path)
+                buffer[:] = np.frombuffer(data, np.uint8)
+
+            if value.nbytes > length + length // 8 + 4096:
+                raise CorruptError(f"chunk {printable(self.label)} is larger than what it decodes to", where=path)
+            buffer = reader.cached_or_filled((path, value), length, fill)
+            out[...] = buffer[:length].view(self.dtype).reshape(shape)[part.index]
+        else:
+            frame = self.reader.frame(
+                Place(value.file, value.offset, value.nbytes - trailer), length, codec.compression
+            )
+            DecompressedBlob(frame, FileBlob.packed(path, 0, shape, self.dtype)).crop(part).read_into(out, reader)
+
+
+def _decoded(data: bytes, codec: ChunkCodec, length: int, label: str, where: Path) -> bytes:
+    """The `length` decoded bytes of a chunk. Raises `CorruptError` if there are others, before more are made."""
+    if codec.checksum:
+        if len(data) < 4 or crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
+            raise CorruptError(f"chunk {printable(label)} does not fit its crc32c checksum", where=where)
+        data = data[:-4]
+    if codec.compression is not None:
+        data = _inflated(data, codec.compression, length, label, where)
+    if len(data) != length:
+        text = f"chunk {printable(label)} decodes to {len(data):,} bytes or more, but its shape needs {length:,}"
+        raise CorruptError(text, where=where)
+    return data
+
+
+def _inflated(data: bytes, compression: str, length: int, label: str, where: Path) -> bytes:
+    import zstandard
+
+    try:
+        if compression == "gzip":
+            with gzip.GzipFile(fileobj=BytesIO(data)) as stream:
+                return stream.read(length + 1)
+        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(BytesIO(data)) as reader:
+            body: bytes = reader.read(length + 1)
+            return body
+    except (zstandard.ZstdError, zlib.error, OSError, EOFError) as error:
+        if "too much memory" in str(error):
+            raise UnsafeError("decompressing a chunk needs too large a window", where=where) from None
+        raise CorruptError(f"chunk {printable(label)} cannot be decoded: {error}", where=where) from None

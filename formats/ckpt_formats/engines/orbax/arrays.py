@@ -1,0 +1,175 @@
+"""The arrays of one tree as lazy tensors: from a database of OCDBT, or from a folder of zarr for each array."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from ckpt_formats.containers.ocdbt import MANIFEST, Place, read_database
+from ckpt_formats.containers.zarr import METADATA, ArrayLayout, layout_of
+from ckpt_formats.containers.zarr_chunks import ChunkBlob, ChunkReader
+from ckpt_formats.core.checkpoint import SourceFile
+from ckpt_formats.core.claims import MAX_NUMBER, MAX_SMALL_JSON, MAX_VALUES
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError
+from ckpt_formats.core.files import read_range
+from ckpt_formats.core.folders import entries_of
+from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.tensor import ArrayBlob, Blob, FileBlob, Fragment, Tensor
+from ckpt_formats.core.text import list_names, printable
+
+_MAX_NESTED = 64
+
+
+@dataclass
+class StoredArrays:
+    """The arrays of one tree by name, and the files that they are in."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    filled: list[str] = field(default_factory=list)
+    """Names of arrays of which chunks are not stored, because they have nothing but the fill value."""
+    files: tuple[SourceFile, ...] = ()
+
+
+def read_arrays(folder: Path, stores_fill_values: bool) -> StoredArrays:
+    """The arrays of the tree in a folder. Only metadata are read.
+
+    `stores_fill_values`: a chunk that is not stored is missing; else it has the fill value everywhere. Raises
+    subclasses of `CkptError`.
+    """
+    if (folder / MANIFEST).is_file():
+        values: Mapping[str, Place | bytes] = read_database(folder)
+        sizes = _sizes(folder, values)
+        sizes[MANIFEST] = (folder / MANIFEST).stat().st_size
+    else:
+        values = dict(_plain(folder))
+        sizes = {place.file: place.nbytes for place in values.values() if isinstance(place, Place)}
+    layouts: dict[str, ArrayLayout] = {}
+    for key, value in values.items():
+        name, _, last = key.rpartition("/")
+        if last in METADATA:
+            layouts[name] = layout_of(last, _json(folder, key, value), folder / key)
+    chunks: dict[str, dict[Shape, Place | bytes]] = {name: {} for name in layouts}
+    for key, value in values.items():
+        name, last = _split(key, layouts)
+        if last in METADATA:
+            continue
+        at = layouts[name].place(last) if name in layouts else None
+        if at is None:
+            raise CorruptError(f"`{printable(key)}` is no chunk of an array", where=folder)
+        chunks[name][at] = value
+    arrays = StoredArrays()
+    reader = ChunkReader(folder)
+    for name, layout in layouts.items():
+        if prod(layout.grid) != len(chunks[name]):
+            if stores_fill_values:
+                raise _missing(name, layout, chunks[name], folder)
+            arrays.filled.append(name)
+        arrays.tensors[name] = _tensor(name, layout, chunks[name], reader, not stores_fill_values)
+    arrays.files = tuple(SourceFile(folder / file, nbytes, "data") for file, nbytes in sizes.items())
+    return arrays
+
+
+def _sizes(folder: Path, values: Mapping[str, Place | bytes]) -> dict[str, int]:
+    """The size of each file that has values. Raises `IncompleteError` for one that is missing or too short."""
+    ends: dict[str, int] = {}
+    for value in values.values():
+        if isinstance(value, Place):
+            ends[value.file] = max(ends.get(value.file, 0), value.offset + value.nbytes)
+    sizes: dict[str, int] = {}
+    missing = []
+    for file, end in ends.items():
+        try:
+            sizes[file] = (folder / file).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            missing.append(file)
+            continue
+        if sizes[file] < end:
+            text = f"the file ends at byte {sizes[file]:,}, but a chunk reaches to byte {end:,}"
+            raise CorruptError(text, where=folder / file, hint="It was truncated: copy it again.")
+    if missing:
+        text = f"{list_names(missing, printable)} is missing, but is named in the database"
+        raise IncompleteError(text, where=folder, hint="Copy all files of the checkpoint.")
+    return sizes
+
+
+def _plain(folder: Path) -> Iterator[tuple[str, Place]]:
+    """Each file in the folders of arrays, by its path."""
+    for entry in sorted(entries_of(folder), key=lambda entry: entry.name):
+        if entry.is_dir() and any((folder / entry.name / name).is_file() for name in METADATA):
+            yield from _inside(folder, entry.name, 0)
+
+
+def _inside(folder: Path, path: str, depth: int) -> Iterator[tuple[str, Place]]:
+    for number, entry in enumerate(sorted(entries_of(folder / path), key=lambda entry: entry.name)):
+        inner = f"{path}/{entry.name}"
+        if entry.is_dir() and depth < _MAX_NESTED:
+            yield from _inside(folder, inner, depth + 1)
+        elif not entry.name.endswith(".__lock"):
+            yield inner, Place(inner, 0, (folder / inner).stat().st_size)
+        if number > MAX_VALUES:
+            raise UnsafeError("an array has too many chunks", where=folder / path)
+
+
+def _json(folder: Path, key: str, value: Place | bytes) -> object:
+    """The metadata of an array."""
+    if isinstance(value, Place):
+        if value.nbytes > MAX_SMALL_JSON:
+            raise UnsafeError(f"{printable(key)} has {value.nbytes:,} bytes", where=folder)
+        value = read_range(folder / value.file, value.offset, value.nbytes)
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise CorruptError(f"{printable(key)} is not JSON", where=folder) from None
+
+
+def _split(key: str, layouts: Mapping[str, ArrayLayout]) -> tuple[str, str]:
+    """The name of an array, and the rest of a key: names may contain slashes, and so may the keys of chunks."""
+    name, _, last = key.rpartition("/")
+    while name and name not in layouts:
+        name, _, first = name.rpartition("/")
+        last = f"{first}/{last}"
+    return name, last
+
+
+def _missing(name: str, layout: ArrayLayout, chunks: Mapping[Shape, object], folder: Path) -> IncompleteError:
+    places = (tuple(map(int, np.unravel_index(i, layout.grid))) for i in range(len(chunks) + 1))
+    at = next(at for at in places if at not in chunks)
+    what = f"chunk {layout.box(at)} of `{printable(name)}` is missing"
+    return IncompleteError(what, where=folder, hint="The save was broken off, or files were not copied.")
+
+
+def _tensor(
+    name: str, layout: ArrayLayout, chunks: Mapping[Shape, Place | bytes], reader: ChunkReader, fills: bool
+) -> Tensor:
+    """An array of the chunks that are stored; where none is, of the fill value."""
+    fragments = []
+    for at, value in chunks.items():
+        box = layout.box(at)
+        fragments.append(Fragment(box, _chunk(name, layout, at, value, reader, fills, box)))
+    if len(chunks) < prod(layout.grid):
+        if prod(layout.grid) > MAX_NUMBER:
+            raise UnsafeError(f"`{printable(name)}` has {prod(layout.grid):,} chunks", where=reader.folder)
+        element = np.frombuffer(layout.fill, layout.dtype)[0]
+        for at in np.ndindex(*layout.grid):
+            if at not in chunks:
+                box = layout.box(at)
+                fragments.append(Fragment(box, ArrayBlob(np.broadcast_to(element, box.shape))))
+    return Tensor(layout.shape, layout.dtype, tuple(fragments))
+
+
+def _chunk(
+    name: str, layout: ArrayLayout, at: Shape, value: Place | bytes, reader: ChunkReader, fills: bool, box: Box
+) -> Blob:
+    """The blob of a chunk: a range of a file if it is stored plain."""
+    part = Box.whole(box.shape)
+    if layout.sharding is None and layout.codec.compression is None and isinstance(value, Place):
+        if value.nbytes != layout.chunk_nbytes + 4 * layout.codec.checksum:
+            text = f"chunk {box} of `{printable(name)}` has {value.nbytes:,} bytes, but needs {layout.chunk_nbytes:,}"
+            raise CorruptError(text, where=reader.folder / value.file)
+        if not layout.codec.checksum:
+            path = reader.folder / value.file
+            return FileBlob.packed(path, value.offset, layout.chunks, layout.dtype).crop(part)
+    return ChunkBlob(layout, value, reader, f"{name} {list(at)}", fills, part)

@@ -1,0 +1,253 @@
+"""Checkpoints that Orbax saved are read bit for bit, and Orbax loads what ckpt writes into any mesh.
+
+JAX runs in processes of its own, on eight devices of the processor (`tests/jobs/jax_jobs`).
+"""
+
+import importlib.util
+import json
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckpt
+import trained
+from ckpt.errors import CkptError, CorruptError, IncompleteError, UnsafeError, UnsupportedError
+from ckpt_formats.containers.crc32c import crc32c
+from ckpt_formats.containers.ocdbt import MANIFEST, Place, read_database
+from ckpt_formats.containers.ocdbt_write import database
+from ckpt_formats.core.dtypes import DTYPES
+from jax_jobs.launch import load_all, save_all
+
+NEEDED = ("jax", "flax", "optax", "orbax.checkpoint", "tensorstore")
+MISSING = [name for name in NEEDED if importlib.util.find_spec(name.partition(".")[0]) is None]
+with_jax = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+pytestmark = [pytest.mark.slow]
+
+MESHES = ("1", "2", "8", "4x2", "2x4")
+STATES = (*(f"mesh-{mesh}" for mesh in MESHES), "zarr3", "plain", "plain-zarr3", "run", "run/2/state")
+OF_OPTAX = {"model": "params.", "exp_avg": "opt_state.1.0.mu.", "exp_avg_sq": "opt_state.1.0.nu."}
+Arrays = Mapping[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture(scope="module")
+def saved() -> Path:
+    return trained.once("jax_jobs", "saved", save_all)
+
+
+def memory(path: Path) -> Arrays:
+    """What a process of JAX had in memory, by names of leaves."""
+    data = path.with_suffix(".bin").read_bytes()
+    listed = json.loads(path.read_text())
+    return {
+        name: np.frombuffer(data, DTYPES[dtype], int(np.prod(shape)), offset).reshape(shape)
+        for name, (dtype, shape, offset) in listed.items()
+    }
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    one, other = np.asarray(one), np.asarray(other)
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+@with_jax
+@pytest.mark.parametrize("name", STATES)
+def test_state_of_flax_is_read_bit_for_bit(name: str, saved: Path) -> None:
+    checkpoint, truth = ckpt.open(saved / name), memory(saved / "state.json")
+    read = {f"{OF_OPTAX[state]}{p.name}": t for p, state, t in checkpoint.tensors() if p.role == "parameter"}
+    assert set(read) == {key for key in truth if key.startswith(("params.", "opt_state.1.0."))} - {
+        "opt_state.1.0.count"
+    }
+    assert all(same_bits(tensor, truth[key]) for key, tensor in read.items())
+    assert {parameter.count for parameter in checkpoint.values()} == {int(truth["opt_state.1.0.count"])}
+    assert checkpoint.step == int(truth["step"])
+    kernel = truth["params.decoder.layers.kernel"]
+    assert same_bits(checkpoint["decoder.layers.kernel"][3:14, 5:23], kernel[3:14, 5:23])
+    assert checkpoint.notices == () or name == "run"
+
+
+@with_jax
+@pytest.mark.parametrize("name", ["kinds", "kinds-zarr3"])
+def test_every_type_and_shape_is_read_bit_for_bit(name: str, saved: Path) -> None:
+    checkpoint, truth = ckpt.open(saved / name), memory(saved / "kinds.json")
+    assert set(checkpoint) == set(truth)
+    assert all(same_bits(checkpoint[key], values) for key, values in truth.items())
+
+
+@with_jax
+def test_values_beside_the_model_are_read_with_their_kinds(saved: Path) -> None:
+    mixed = ckpt.open(saved / "mixed")
+    assert {state for p in mixed.values() for state in p.states} == {"model", "momentum_buffer"}
+    assert {key: mixed.extras[key] for key in ("n", "x", "text")} == {"n": 3, "x": 2.5, "text": "words"}
+    assert mixed.extras["list"][1:] == [None, {}, ()]
+    assert mixed.origin.layout["random"] == {"key": "threefry2x32"}
+    run = ckpt.open(saved / "run")
+    assert run.extras["data"] == {"epoch": 3}
+    assert run.step == 3
+    assert any("newest of 2" in str(notice) for notice in run.notices)
+
+
+@with_jax
+def test_orbax_loads_what_is_written_into_every_mesh(saved: Path, tmp_path: Path) -> None:
+    for name in ("mesh-4x2", "kinds", "mixed", "run"):
+        ckpt.save(ckpt.open(saved / name), tmp_path / name, ckpt.Orbax(chunk_nbytes=1000))
+        assert ckpt.diff(ckpt.open(saved / name), ckpt.open(tmp_path / name)).same
+    loads = [(tmp_path / "mesh-4x2", mesh, f"state-{mesh}") for mesh in (None, *MESHES)]
+    loads += [(tmp_path / name, None, name.replace("/", "-")) for name in ("kinds", "mixed", "run/state")]
+    loads += [(saved / "mixed", None, "mixed-before")]
+    load_all([{"path": path, "mesh": mesh, "out": tmp_path / f"{out}.json"} for path, mesh, out in loads], tmp_path)
+    truths = {f"state-{mesh}": memory(saved / "state.json") for mesh in (None, *MESHES)}
+    truths |= {"run-state": memory(saved / "state.json"), "kinds": memory(saved / "kinds.json")}
+    truths |= {"mixed": memory(tmp_path / "mixed-before.json")}
+    for name, truth in truths.items():
+        prefix = "params." if name == "kinds" else ""
+        loaded = {key.removeprefix(prefix): values for key, values in memory(tmp_path / f"{name}.json").items()}
+        assert set(loaded) == set(truth), name
+        assert all(same_bits(loaded[key], values) for key, values in truth.items()), name
+
+
+@with_jax
+def test_block_is_read_from_its_own_chunks_only(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "plain", tmp_path / "plain")
+    for chunk in (tmp_path / "plain" / "params.decoder.layers.kernel").glob("[1-3].*"):
+        chunk.write_bytes(b"damaged")
+    kernel = ckpt.open(tmp_path / "plain")["decoder.layers.kernel"]
+    assert same_bits(kernel[0:4], memory(saved / "state.json")["params.decoder.layers.kernel"][0:4])
+    with pytest.raises(CorruptError, match="cannot be decoded"):
+        kernel[4:5]
+
+
+@with_jax
+def test_save_that_was_broken_off_is_refused(saved: Path, tmp_path: Path) -> None:
+    def copy(name: str, source: str = "mesh-8") -> Path:
+        shutil.copytree(saved / source, tmp_path / name)
+        return tmp_path / name
+
+    unfinished = copy("7.orbax-checkpoint-tmp-12")
+    uncommitted = copy("uncommitted")
+    step = json.loads((uncommitted / "_CHECKPOINT_METADATA").read_text())
+    (uncommitted / "_CHECKPOINT_METADATA").write_text(json.dumps({**step, "commit_timestamp_nsecs": None}))
+    lacking = copy("lacking")
+    next(lacking.glob("d/*")).unlink()
+    chunk = copy("chunk", "plain")
+    (chunk / "params.embedding" / "3.0").unlink()
+    array = copy("array", "plain")
+    shutil.rmtree(array / "params.embedding")
+    item = copy("item", "run/3")
+    shutil.rmtree(item / "state")
+    for path in (unfinished, uncommitted, lacking, chunk, array, item):
+        with pytest.raises(IncompleteError):
+            ckpt.open(path)
+    run = copy("run", "run")
+    (run / "3").rename(run / "3.orbax-checkpoint-tmp-5")
+    opened = ckpt.open(run)
+    assert opened.extras["data"] == {"epoch": 2}
+    assert any("broken off" in str(notice) for notice in opened.notices)
+
+
+@with_jax
+@pytest.mark.parametrize("name", ["mesh-8", "zarr3", "plain"])
+def test_flipped_bit_is_an_error_or_in_a_value(name: str, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / name, tmp_path / name)
+    files = [path for path in sorted((tmp_path / name).rglob("*")) if path.is_file() and path.stat().st_size]
+    draw = random.Random(name)
+    for _ in range(40):
+        path = draw.choice(files)
+        before = path.read_bytes()
+        data = bytearray(before)
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        try:
+            checkpoint = ckpt.open(tmp_path / name)
+            for _, _, tensor in checkpoint.tensors():
+                np.asarray(tensor)
+        except CkptError:
+            assert "manifest" not in path.name or name != "plain"
+        else:
+            assert path.name != MANIFEST or path.parent.name.startswith("ocdbt.process_")
+        path.write_bytes(before)
+
+
+METADATA = {"shape": [4], "chunks": [4], "dtype": "<f4", "compressor": None, "fill_value": None, "order": "C"}
+METADATA |= {"filters": None, "zarr_format": 2}
+
+
+def write_tree(folder: Path, values: Mapping[str, Place | bytes], leaf: str = "params.w") -> Path:
+    """A tree with one leaf, in a database of these values."""
+    (folder / "d").mkdir(parents=True)
+    nodes, manifest = database(values, "d/nodes")
+    (folder / "d/nodes").write_bytes(nodes)
+    (folder / "d/data").write_bytes(bytes(range(64)))
+    (folder / MANIFEST).write_bytes(manifest)
+    keys = [{"key": key, "key_type": 2} for key in leaf.split(".")]
+    value = {"value_type": "np.ndarray", "skip_deserialize": False}
+    tree = {leaf: {"key_metadata": keys, "value_metadata": value}}
+    (folder / "_METADATA").write_text(json.dumps({"tree_metadata": tree, "store_array_data_equal_to_fill_value": True}))
+    return folder
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], Mapping[str, Place | bytes], type[CkptError]]] = {
+    "shape that no memory holds": ({"shape": [1 << 62], "chunks": [1 << 62]}, {}, UnsafeError),
+    "chunks without elements": ({"chunks": [0]}, {}, UnsafeError),
+    "chunks of other axes": ({"chunks": [2, 2]}, {}, CorruptError),
+    "grid of more chunks than there are": ({"shape": [1 << 40], "chunks": [1]}, {}, IncompleteError),
+    "negative shape": ({"shape": [-4]}, {}, CorruptError),
+    "chunk outside the grid": ({}, {"params.w/1": Place("d/data", 0, 16)}, CorruptError),
+    "chunk of another size": ({}, {"params.w/0": Place("d/data", 0, 12)}, CorruptError),
+    "chunk beyond the file": ({}, {"params.w/0": Place("d/data", 56, 16)}, CorruptError),
+    "file outside": ({}, {"params.w/0": Place("../data", 0, 16)}, UnsafeError),
+    "absolute file": ({}, {"params.w/0": Place("/etc/passwd", 0, 16)}, UnsafeError),
+    "file that is missing": ({}, {"params.w/0": Place("d/none", 0, 16)}, IncompleteError),
+    "Fortran's order": ({"order": "F", "shape": [2, 2], "chunks": [2, 2]}, {}, UnsupportedError),
+    "blosc": ({"compressor": {"id": "blosc"}}, {}, UnsupportedError),
+    "filters": ({"filters": [{"id": "delta"}]}, {}, UnsupportedError),
+    "big-endian": ({"dtype": ">f4"}, {}, UnsupportedError),
+    "unknown type": ({"dtype": "int4"}, {}, UnsupportedError),
+    "type that is no text": ({"dtype": [["a", "<f4"]]}, {}, CorruptError),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_metadata_is_refused(name: str, tmp_path: Path) -> None:
+    changes, values, error = HOSTILE[name]
+    stored = {"params.w/.zarray": json.dumps({**METADATA, **changes}).encode(), "params.w/0": Place("d/data", 0, 16)}
+    with pytest.raises(error):
+        ckpt.open(write_tree(tmp_path / "tree", {**stored, **values}))
+
+
+@pytest.mark.parametrize("compressor", ["zstd", "gzip"])
+def test_chunk_that_decodes_to_more_than_its_shape_is_refused(compressor: str, tmp_path: Path) -> None:
+    import gzip
+
+    import zstandard
+
+    bomb = bytes(1 << 28)
+    data = zstandard.compress(bomb) if compressor == "zstd" else gzip.compress(bomb, 1)
+    stored = {"params.w/.zarray": json.dumps({**METADATA, "compressor": {"id": compressor}}).encode()}
+    tree = write_tree(tmp_path / "tree", {**stored, "params.w/0": data[: 1 << 20]})
+    with pytest.raises(CorruptError, match=r"decodes to 17 bytes or more"):
+        ckpt.open(tree)["w"][...]
+
+
+def test_tree_of_many_keys_is_written_and_read_again(tmp_path: Path) -> None:
+    values: dict[str, Place | bytes] = {
+        f"layer.{i // 50}.weight/{i % 50}.0": Place("d/x", i * 8, 8) for i in range(99_999)
+    }
+    values["zeta/.zarray"] = b"{}"
+    nodes, manifest = database(values, "d/nodes")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/nodes").write_bytes(nodes)
+    (tmp_path / MANIFEST).write_bytes(manifest)
+    assert read_database(tmp_path) == dict(sorted(values.items()))
+
+
+def test_crc32c_is_that_of_the_standard() -> None:
+    assert crc32c(b"123456789") == 0xE3069283
+    assert crc32c(bytes(32)) == 0x8A9136AA
+    assert crc32c(b"") == 0
+    data = bytes(range(256)) * 5000
+    assert crc32c(data) != crc32c(data[:-1] + b"\0")

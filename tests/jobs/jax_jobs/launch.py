@@ -1,0 +1,39 @@
+"""Start JAX from a test, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+_TIMEOUT = 300
+
+
+class JaxError(Exception):
+    """The process failed: what it said last."""
+
+
+def run(script: str, *arguments: object) -> None:
+    """Run a script of this folder. Raises `JaxError` if it fails."""
+    command = [sys.executable, "-W", "ignore", str(HERE / script), *map(str, arguments)]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, env=environment, check=False)
+    if done.returncode:
+        raise JaxError(done.stderr[-4000:])
+
+
+def save_all(out: Path) -> None:
+    """Save a checkpoint in every way (see `save.py`)."""
+    run("save.py", out)
+
+
+def load_all(jobs: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Load checkpoints with Orbax, each of which leaves what its memory has (see `load.py`)."""
+    listed = folder / "load.json"
+    listed.write_text(json.dumps(jobs, default=str))
+    run("load.py", listed)
