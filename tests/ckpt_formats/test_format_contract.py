@@ -31,7 +31,7 @@ from held import contents, flip, plain
 EACH = pytest.mark.parametrize("name", FORMATS)
 WRITABLE = [name for name in FORMATS if name not in ONLY_READ]
 EACH_WRITABLE = pytest.mark.parametrize("name", WRITABLE)
-UNSEALED = ("safetensors", "flax", "gguf", "hf", "torchtune")
+UNSEALED = ("safetensors", "flax", "gguf", "hf", "torchtune", "orbax")
 """Formats of files without checksums: a flipped bit may become another value."""
 EFFORT = Execution(1, 1 << 20)
 Content = dict[tuple[str, str], Any]
@@ -250,7 +250,7 @@ def test_format_runs_no_code_of_a_pickle(name: str, copied: Callable[[str], Path
     assert not (tmp_path / "ran").exists()
 
 
-PICKLE_FREE = ("universal", "chain", "safetensors", "flax", "gguf", "numpy", "tar")
+PICKLE_FREE = ("universal", "chain", "safetensors", "flax", "gguf", "numpy", "tar", "orbax")
 """Formats without pickles of their own."""
 
 

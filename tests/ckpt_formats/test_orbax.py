@@ -18,7 +18,7 @@ import ckpt
 import trained
 from ckpt.errors import CkptError, CorruptError, IncompleteError, UnsafeError, UnsupportedError
 from ckpt_formats.containers.crc32c import crc32c
-from ckpt_formats.containers.ocdbt import MANIFEST, Place, read_database
+from ckpt_formats.containers.ocdbt import MANIFEST, ValueRange, read_database
 from ckpt_formats.containers.ocdbt_write import database
 from ckpt_formats.core.dtypes import DTYPES
 from jax_jobs.launch import load_all, save_all
@@ -176,7 +176,7 @@ METADATA = {"shape": [4], "chunks": [4], "dtype": "<f4", "compressor": None, "fi
 METADATA |= {"filters": None, "zarr_format": 2}
 
 
-def write_tree(folder: Path, values: Mapping[str, Place | bytes], leaf: str = "params.w") -> Path:
+def write_tree(folder: Path, values: Mapping[str, ValueRange | bytes], leaf: str = "params.w") -> Path:
     """A tree with one leaf, in a database of these values."""
     (folder / "d").mkdir(parents=True)
     nodes, manifest = database(values, "d/nodes")
@@ -190,18 +190,18 @@ def write_tree(folder: Path, values: Mapping[str, Place | bytes], leaf: str = "p
     return folder
 
 
-HOSTILE: dict[str, tuple[dict[str, Any], Mapping[str, Place | bytes], type[CkptError]]] = {
+HOSTILE: dict[str, tuple[dict[str, Any], Mapping[str, ValueRange | bytes], type[CkptError]]] = {
     "shape that no memory holds": ({"shape": [1 << 62], "chunks": [1 << 62]}, {}, UnsafeError),
     "chunks without elements": ({"chunks": [0]}, {}, UnsafeError),
     "chunks of other axes": ({"chunks": [2, 2]}, {}, CorruptError),
     "grid of more chunks than there are": ({"shape": [1 << 40], "chunks": [1]}, {}, IncompleteError),
     "negative shape": ({"shape": [-4]}, {}, CorruptError),
-    "chunk outside the grid": ({}, {"params.w/1": Place("d/data", 0, 16)}, CorruptError),
-    "chunk of another size": ({}, {"params.w/0": Place("d/data", 0, 12)}, CorruptError),
-    "chunk beyond the file": ({}, {"params.w/0": Place("d/data", 56, 16)}, CorruptError),
-    "file outside": ({}, {"params.w/0": Place("../data", 0, 16)}, UnsafeError),
-    "absolute file": ({}, {"params.w/0": Place("/etc/passwd", 0, 16)}, UnsafeError),
-    "file that is missing": ({}, {"params.w/0": Place("d/none", 0, 16)}, IncompleteError),
+    "chunk outside the grid": ({}, {"params.w/1": ValueRange("d/data", 0, 16)}, CorruptError),
+    "chunk of another size": ({}, {"params.w/0": ValueRange("d/data", 0, 12)}, CorruptError),
+    "chunk beyond the file": ({}, {"params.w/0": ValueRange("d/data", 56, 16)}, CorruptError),
+    "file outside": ({}, {"params.w/0": ValueRange("../data", 0, 16)}, UnsafeError),
+    "absolute file": ({}, {"params.w/0": ValueRange("/etc/passwd", 0, 16)}, UnsafeError),
+    "file that is missing": ({}, {"params.w/0": ValueRange("d/none", 0, 16)}, IncompleteError),
     "Fortran's order": ({"order": "F", "shape": [2, 2], "chunks": [2, 2]}, {}, UnsupportedError),
     "blosc": ({"compressor": {"id": "blosc"}}, {}, UnsupportedError),
     "filters": ({"filters": [{"id": "delta"}]}, {}, UnsupportedError),
@@ -214,7 +214,10 @@ HOSTILE: dict[str, tuple[dict[str, Any], Mapping[str, Place | bytes], type[CkptE
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_metadata_is_refused(name: str, tmp_path: Path) -> None:
     changes, values, error = HOSTILE[name]
-    stored = {"params.w/.zarray": json.dumps({**METADATA, **changes}).encode(), "params.w/0": Place("d/data", 0, 16)}
+    stored = {
+        "params.w/.zarray": json.dumps({**METADATA, **changes}).encode(),
+        "params.w/0": ValueRange("d/data", 0, 16),
+    }
     with pytest.raises(error):
         ckpt.open(write_tree(tmp_path / "tree", {**stored, **values}))
 
@@ -234,8 +237,8 @@ def test_chunk_that_decodes_to_more_than_its_shape_is_refused(compressor: str, t
 
 
 def test_tree_of_many_keys_is_written_and_read_again(tmp_path: Path) -> None:
-    values: dict[str, Place | bytes] = {
-        f"layer.{i // 50}.weight/{i % 50}.0": Place("d/x", i * 8, 8) for i in range(99_999)
+    values: dict[str, ValueRange | bytes] = {
+        f"layer.{i // 50}.weight/{i % 50}.0": ValueRange("d/x", i * 8, 8) for i in range(99_999)
     }
     values["zeta/.zarray"] = b"{}"
     nodes, manifest = database(values, "d/nodes")

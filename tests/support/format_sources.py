@@ -131,6 +131,7 @@ MAKE: dict[str, Callable[[Path], Path]] = {
     "hf": sample("transformers-*-trainer"),
     "fsdp-ranks": _fsdp_ranks,
     "dcp": sample("dcp-2.13-fsdp2-w2"),
+    "orbax": converted("orbax"),
     "safetensors": converted("safetensors", ".safetensors"),
     "flax": converted("flax", ".msgpack"),
     "gguf": _gguf,

@@ -20,8 +20,8 @@ def crc32c(data: bytes | memoryview) -> int:
     message = np.frombuffer(data, np.uint8)
     if message.size < 4:
         return _of_few(message)
-    lanes = _LANE * _MAX_LANES if message.size > _LANE * _MAX_LANES else message.size
-    count = 1 << max(0, (-(-lanes // _LANE) - 1).bit_length())
+    nbytes = min(message.size, _LANE * _MAX_LANES)
+    count = 1 << max(0, (-(-nbytes // _LANE) - 1).bit_length())
     length = -(-message.size // count)
     padded = np.zeros(count * length, np.uint8)  # zeros before the message change nothing, since the CRC begins with 0
     padded[-message.size :] = message

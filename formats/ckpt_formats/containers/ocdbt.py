@@ -25,14 +25,14 @@ from ckpt_formats.core.text import printable
 
 MANIFEST = "manifest.ocdbt"
 MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
-_MAX_MANIFEST = 1 << 24
+_MAX_VERSIONS = 1 << 24
 _MAX_NODE = 1 << 28
 """Bytes of a node, stored and decoded. Orbax's nodes have at most 10^8."""
 _MAX_KEY = 65535
 _MAX_HEIGHT = 16
 
 
-class Place(NamedTuple):
+class ValueRange(NamedTuple):
     """A range of a file, whose path begins at the folder of the database."""
 
     file: str
@@ -40,21 +40,21 @@ class Place(NamedTuple):
     nbytes: int
 
 
-class _Node(NamedTuple):
+class _NodeRange(NamedTuple):
     """Where a node is. `base` is the part of its path that its children's paths begin with, too."""
 
     base: str
-    place: Place
+    place: ValueRange
 
 
-def read_database(folder: Path) -> dict[str, Place | bytes]:
+def read_database(folder: Path) -> dict[str, ValueRange | bytes]:
     """All keys of the newest version, in their order, each with its value or with the range of a file that has it.
 
     Raises `CorruptError` for bytes that contradict each other, `IncompleteError` if a data file is missing,
     `UnsafeError` for sizes and paths that no writer makes, `UnsupportedError` for other versions.
     """
     root, height = _root(folder)
-    entries: dict[str, Place | bytes] = {}
+    entries: dict[str, ValueRange | bytes] = {}
     if root is None:
         return entries
     stack = [(root, height, b"")]
@@ -126,10 +126,10 @@ class Fields:
         return CorruptError(message, where=self.path)
 
 
-def _root(folder: Path) -> tuple[_Node | None, int]:
+def _root(folder: Path) -> tuple[_NodeRange | None, int]:
     """Where the root of the newest version is, and its height; None if the database is empty."""
     path = folder / MANIFEST
-    fields = _body(read_whole(path, _MAX_MANIFEST), MANIFEST_MAGIC, path)
+    fields = _body(read_whole(path, _MAX_VERSIONS), MANIFEST_MAGIC, path)
     fields.raw(16)
     if fields.varint():
         raise UnsupportedError("the database has numbered manifests, which are not read", where=path)
@@ -152,10 +152,10 @@ def _root(folder: Path) -> tuple[_Node | None, int]:
     if heights[newest] > _MAX_HEIGHT:
         raise UnsafeError(f"the tree is {heights[newest]} nodes high", where=path)
     base, relative = _file(files, numbers[newest], fields)
-    return _Node(base, Place(base + relative, offsets[newest], lengths[newest])), heights[newest]
+    return _NodeRange(base, ValueRange(base + relative, offsets[newest], lengths[newest])), heights[newest]
 
 
-def _node_bytes(folder: Path, place: Place) -> bytes:
+def _node_bytes(folder: Path, place: ValueRange) -> bytes:
     if place.nbytes > _MAX_NODE:
         raise UnsafeError(f"a node has {place.nbytes:,} bytes: it would exhaust memory", where=folder / place.file)
     try:
@@ -244,17 +244,17 @@ def _keys(fields: Fields, is_leaf: bool) -> tuple[list[bytes], list[int]]:
     return keys, common
 
 
-def _children(fields: Fields, files: list[tuple[str, str]]) -> Iterator[tuple[bytes, _Node]]:
+def _children(fields: Fields, files: list[tuple[str, str]]) -> Iterator[tuple[bytes, _NodeRange]]:
     keys, common = _keys(fields, False)
     numbers, offsets, lengths = (fields.varints(len(keys)) for _ in range(3))
     for key, shared, number, offset, nbytes in zip(keys, common, numbers, offsets, lengths, strict=True):
         if shared > len(key):
             raise fields.corrupt("a key has an impossible length")
         base, relative = _file(files, number, fields)
-        yield key[:shared], _Node(base, Place(base + relative, offset, nbytes))
+        yield key[:shared], _NodeRange(base, ValueRange(base + relative, offset, nbytes))
 
 
-def _values(fields: Fields, files: list[tuple[str, str]]) -> Iterator[tuple[bytes, Place | bytes]]:
+def _values(fields: Fields, files: list[tuple[str, str]]) -> Iterator[tuple[bytes, ValueRange | bytes]]:
     keys, _ = _keys(fields, True)
     lengths = fields.varints(len(keys))
     kinds = fields.raw(len(keys))
@@ -264,7 +264,7 @@ def _values(fields: Fields, files: list[tuple[str, str]]) -> Iterator[tuple[byte
     paths = ["".join(_file(files, number, fields)) for number in fields.varints(count)]
     places = iter(zip(paths, fields.varints(count), strict=True))
     for key, nbytes, kind in zip(keys, lengths, kinds, strict=True):
-        yield key, Place(*next(places), nbytes) if kind else fields.raw(nbytes)
+        yield key, ValueRange(*next(places), nbytes) if kind else fields.raw(nbytes)
     if not fields.is_done():
         raise fields.corrupt("a node goes on after its last value")
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ckpt_formats.containers.crc32c import crc32c
-from ckpt_formats.containers.ocdbt import MANIFEST_MAGIC, NODE_MAGIC, Place
+from ckpt_formats.containers.ocdbt import MANIFEST_MAGIC, NODE_MAGIC, ValueRange
 
 _MAX_INLINE, _MAX_NODE, _ARITY = 1024, 100_000_000, 4
 """As Orbax chooses them."""
@@ -36,7 +36,7 @@ class _Child(NamedTuple):
     value_nbytes: int
 
 
-def database(values: Mapping[str, Place | bytes], file: str) -> Database:
+def database(values: Mapping[str, ValueRange | bytes], file: str) -> Database:
     """The files of a database of these values, at least one; `file` is the name that the nodes will have."""
     entries = sorted((key.encode(), value) for key, value in values.items())
     out = bytearray()
@@ -91,8 +91,8 @@ def _common(a: bytes, b: bytes) -> int:
     return low
 
 
-def _leaves(entries: Sequence[tuple[bytes, Place | bytes]]) -> Iterable[list[tuple[bytes, Place | bytes]]]:
-    leaf: list[tuple[bytes, Place | bytes]] = []
+def _leaves(entries: Sequence[tuple[bytes, ValueRange | bytes]]) -> Iterable[list[tuple[bytes, ValueRange | bytes]]]:
+    leaf: list[tuple[bytes, ValueRange | bytes]] = []
     nbytes = 0
     for key, value in entries:
         leaf.append((key, value))
@@ -104,12 +104,12 @@ def _leaves(entries: Sequence[tuple[bytes, Place | bytes]]) -> Iterable[list[tup
         yield leaf
 
 
-def _leaf(entries: Sequence[tuple[bytes, Place | bytes]]) -> bytes:
-    places = [value for _, value in entries if isinstance(value, Place)]
+def _leaf(entries: Sequence[tuple[bytes, ValueRange | bytes]]) -> bytes:
+    places = [value for _, value in entries if isinstance(value, ValueRange)]
     files = sorted({place.file for place in places})
     numbers = {file: i for i, file in enumerate(files)}
     lengths, suffixes = keys_of([key for key, _ in entries])
-    sizes = (value.nbytes if isinstance(value, Place) else len(value) for _, value in entries)
+    sizes = (value.nbytes if isinstance(value, ValueRange) else len(value) for _, value in entries)
     return framed(
         NODE_MAGIC,
         b"\0"
@@ -118,14 +118,14 @@ def _leaf(entries: Sequence[tuple[bytes, Place | bytes]]) -> bytes:
         + lengths
         + suffixes
         + varint(*sizes)
-        + bytes(isinstance(value, Place) for _, value in entries)
+        + bytes(isinstance(value, ValueRange) for _, value in entries)
         + varint(*(numbers[place.file] for place in places), *(place.offset for place in places))
-        + b"".join(value for _, value in entries if not isinstance(value, Place)),
+        + b"".join(value for _, value in entries if not isinstance(value, ValueRange)),
     )
 
 
-def _add(out: bytearray, entries: Sequence[tuple[bytes, Place | bytes]], node: bytes) -> _Child:
-    value_nbytes = sum(value.nbytes for _, value in entries if isinstance(value, Place))
+def _add(out: bytearray, entries: Sequence[tuple[bytes, ValueRange | bytes]], node: bytes) -> _Child:
+    value_nbytes = sum(value.nbytes for _, value in entries if isinstance(value, ValueRange))
     out += node
     return _Child(entries[0][0], len(out) - len(node), len(node), len(entries), len(node), value_nbytes)
 

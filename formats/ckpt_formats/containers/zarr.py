@@ -33,7 +33,7 @@ _KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
 
 
 @dataclass(frozen=True)
-class ChunkCodec:
+class ChunkEncoding:
     """How the values of a chunk are encoded."""
 
     compression: Compression = None
@@ -61,7 +61,7 @@ class ArrayLayout:
     separator: str
     prefix: str
     """What precedes the numbers in the key of a chunk: nothing, or `c`."""
-    codec: ChunkCodec
+    codec: ChunkEncoding
     sharding: Sharding | None
     fill: bytes
     """The element that a chunk which is not stored has everywhere."""
@@ -134,7 +134,7 @@ def _second(content: dict[str, Any], where: Path) -> ArrayLayout:
         raise CorruptError(f".zarray: a separator {brief(separator)}", where=where)
     dtype = _second_dtype(content["dtype"], where)
     fill = _fill(content.get("fill_value"), dtype, where)
-    return ArrayLayout(shape, dtype, chunks, separator, "", ChunkCodec(_compression(method, where)), None, fill)
+    return ArrayLayout(shape, dtype, chunks, separator, "", ChunkEncoding(_compression(method, where)), None, fill)
 
 
 def _third(content: dict[str, Any], where: Path) -> ArrayLayout:
@@ -168,7 +168,7 @@ def _third(content: dict[str, Any], where: Path) -> ArrayLayout:
     return ArrayLayout(shape, dtype, chunks, separator, prefix, _codec(codecs, dtype, where), sharding, fill)
 
 
-def _codec(codecs: list[Any], dtype: DType, where: Path) -> ChunkCodec:
+def _codec(codecs: list[Any], dtype: DType, where: Path) -> ChunkEncoding:
     names = [codec["name"] for codec in codecs]
     if len(names) > 1 and names[0] == "transpose":
         order = codecs[0]["configuration"]["order"]
@@ -179,7 +179,7 @@ def _codec(codecs: list[Any], dtype: DType, where: Path) -> ChunkCodec:
     if rest[:1] != ["bytes"] or len(rest) > 2:
         raise UnsupportedError(f"chunks that are encoded by {brief(names)} are not read", where=where)
     _check_endian(codecs[0], dtype.itemsize, where)
-    return ChunkCodec(_compression(rest[1], where) if rest[1:] else None, checksum)
+    return ChunkEncoding(_compression(rest[1], where) if rest[1:] else None, checksum)
 
 
 def _check_endian(codec: Any, itemsize: int, where: Path) -> None:

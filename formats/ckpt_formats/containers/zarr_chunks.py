@@ -16,8 +16,8 @@ import numpy as np
 
 from ckpt_formats.containers.compressed_range import DecompressedBlob, Frame, Source, zstd_decoder
 from ckpt_formats.containers.crc32c import crc32c
-from ckpt_formats.containers.ocdbt import Place
-from ckpt_formats.containers.zarr import ArrayLayout, ChunkCodec
+from ckpt_formats.containers.ocdbt import ValueRange
+from ckpt_formats.containers.zarr import ArrayLayout, ChunkEncoding
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError
 from ckpt_formats.core.files import Reader
@@ -28,7 +28,7 @@ from ckpt_formats.core.text import printable
 _SMALL = 1 << 23
 """Bytes of a decoded chunk up to which it is decoded at once, and kept by the reader."""
 _MAX_FRAMES = 64
-_MAX_INDEX = 1 << 26
+_MAX_SHARD_INDEX = 1 << 26
 _NOT_STORED = (1 << 64) - 1
 
 
@@ -68,10 +68,10 @@ class ChunkReader:
     """Opens the chunks of one folder, and keeps the last ones open."""
 
     folder: Path
-    _frames: dict[Place, ChunkFrame] = field(default_factory=dict, repr=False)
-    _indices: dict[Place, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
+    _frames: dict[ValueRange, ChunkFrame] = field(default_factory=dict, repr=False)
+    _indices: dict[ValueRange, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
 
-    def frame(self, place: Place, length: int, compression: str) -> ChunkFrame:
+    def frame(self, place: ValueRange, length: int, compression: str) -> ChunkFrame:
         """The decoded bytes of a compressed range."""
         frame = self._frames.get(place)
         if frame is None:
@@ -82,7 +82,7 @@ class ChunkReader:
             self._frames[place] = frame
         return frame
 
-    def index(self, place: Place, layout: ArrayLayout, data: bytes | None) -> list[tuple[int, int]]:
+    def index(self, place: ValueRange, layout: ArrayLayout, data: bytes | None) -> list[tuple[int, int]]:
         """The offset and length of each chunk in a shard; `data` has its bytes if they are in no file.
 
         Raises `CorruptError` if the index does not fit its checksum, or names bytes outside the shard.
@@ -95,7 +95,7 @@ class ChunkReader:
         count = prod(c // i for c, i in zip(layout.chunks, sharding.shape, strict=True))
         nbytes = 16 * count + 4 * sharding.index_checksum
         path = self.folder / place.file
-        if nbytes > min(place.nbytes, _MAX_INDEX):
+        if nbytes > min(place.nbytes, _MAX_SHARD_INDEX):
             raise CorruptError(f"a shard of {place.nbytes:,} bytes has no room for its index", where=path)
         at = place.nbytes - nbytes if sharding.index_at_end else 0
         if data is None:
@@ -128,7 +128,7 @@ class ChunkBlob(Blob):
     """The values of one chunk, or of a block of it."""
 
     layout: ArrayLayout
-    value: Place | bytes
+    value: ValueRange | bytes
     """Where the encoded chunk is, or its bytes."""
     reader: ChunkReader
     label: str
@@ -161,8 +161,8 @@ class ChunkBlob(Blob):
             return
         inner = layout.sharding.shape
         data = self.value if isinstance(self.value, bytes) else None
-        place = Place(self.label, 0, len(data)) if data is not None else self.value
-        assert isinstance(place, Place)
+        place = ValueRange(self.label, 0, len(data)) if data is not None else self.value
+        assert isinstance(place, ValueRange)
         index = self.reader.index(place, layout, data)
         grid = tuple(c // i for c, i in zip(layout.chunks, inner, strict=True))
         low = tuple(a // i for a, i in zip(self.part.start, inner, strict=True))
@@ -181,17 +181,19 @@ class ChunkBlob(Blob):
                 target[...] = np.frombuffer(layout.fill, self.dtype)[0]
                 continue
             value = (
-                data[offset : offset + nbytes] if data is not None else Place(place.file, place.offset + offset, nbytes)
+                data[offset : offset + nbytes]
+                if data is not None
+                else ValueRange(place.file, place.offset + offset, nbytes)
             )
             self._read_chunk(value, inner, common.within(chunk), target, reader)
 
     def sources(self) -> Iterator[FileBlob]:
         """The whole encoded chunk: compressed bytes cannot be assigned to values."""
-        if isinstance(self.value, Place):
+        if isinstance(self.value, ValueRange):
             path = self.reader.folder / self.value.file
             yield FileBlob.packed(path, self.value.offset, (self.value.nbytes,), DTYPES["uint8"])
 
-    def _read_chunk(self, value: Place | bytes, shape: Shape, part: Box, out: Array, reader: Reader) -> None:
+    def _read_chunk(self, value: ValueRange | bytes, shape: Shape, part: Box, out: Array, reader: Reader) -> None:
         """Fill `out` with a block of the chunk of this shape that is encoded in `value`."""
         codec, length = self.layout.codec, prod(shape) * self.dtype.itemsize
         trailer = 4 * codec.checksum
@@ -220,12 +222,12 @@ class ChunkBlob(Blob):
             out[...] = buffer[:length].view(self.dtype).reshape(shape)[part.index]
         else:
             frame = self.reader.frame(
-                Place(value.file, value.offset, value.nbytes - trailer), length, codec.compression
+                ValueRange(value.file, value.offset, value.nbytes - trailer), length, codec.compression
             )
             DecompressedBlob(frame, FileBlob.packed(path, 0, shape, self.dtype)).crop(part).read_into(out, reader)
 
 
-def _decoded(data: bytes, codec: ChunkCodec, length: int, label: str, where: Path) -> bytes:
+def _decoded(data: bytes, codec: ChunkEncoding, length: int, label: str, where: Path) -> bytes:
     """The `length` decoded bytes of a chunk. Raises `CorruptError` if there are others, before more are made."""
     if codec.checksum:
         if len(data) < 4 or crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):

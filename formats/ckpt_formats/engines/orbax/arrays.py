@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_formats.containers.ocdbt import MANIFEST, Place, read_database
+from ckpt_formats.containers.ocdbt import MANIFEST, ValueRange, read_database
 from ckpt_formats.containers.zarr import METADATA, ArrayLayout, layout_of
 from ckpt_formats.containers.zarr_chunks import ChunkBlob, ChunkReader
 from ckpt_formats.core.checkpoint import SourceFile
@@ -40,18 +40,18 @@ def read_arrays(folder: Path, stores_fill_values: bool) -> StoredArrays:
     subclasses of `CkptError`.
     """
     if (folder / MANIFEST).is_file():
-        values: Mapping[str, Place | bytes] = read_database(folder)
+        values: Mapping[str, ValueRange | bytes] = read_database(folder)
         sizes = _sizes(folder, values)
         sizes[MANIFEST] = (folder / MANIFEST).stat().st_size
     else:
         values = dict(_plain(folder))
-        sizes = {place.file: place.nbytes for place in values.values() if isinstance(place, Place)}
+        sizes = {place.file: place.nbytes for place in values.values() if isinstance(place, ValueRange)}
     layouts: dict[str, ArrayLayout] = {}
     for key, value in values.items():
         name, _, last = key.rpartition("/")
         if last in METADATA:
             layouts[name] = layout_of(last, _json(folder, key, value), folder / key)
-    chunks: dict[str, dict[Shape, Place | bytes]] = {name: {} for name in layouts}
+    chunks: dict[str, dict[Shape, ValueRange | bytes]] = {name: {} for name in layouts}
     for key, value in values.items():
         name, last = _split(key, layouts)
         if last in METADATA:
@@ -72,11 +72,11 @@ def read_arrays(folder: Path, stores_fill_values: bool) -> StoredArrays:
     return arrays
 
 
-def _sizes(folder: Path, values: Mapping[str, Place | bytes]) -> dict[str, int]:
+def _sizes(folder: Path, values: Mapping[str, ValueRange | bytes]) -> dict[str, int]:
     """The size of each file that has values. Raises `IncompleteError` for one that is missing or too short."""
     ends: dict[str, int] = {}
     for value in values.values():
-        if isinstance(value, Place):
+        if isinstance(value, ValueRange):
             ends[value.file] = max(ends.get(value.file, 0), value.offset + value.nbytes)
     sizes: dict[str, int] = {}
     missing = []
@@ -95,27 +95,27 @@ def _sizes(folder: Path, values: Mapping[str, Place | bytes]) -> dict[str, int]:
     return sizes
 
 
-def _plain(folder: Path) -> Iterator[tuple[str, Place]]:
+def _plain(folder: Path) -> Iterator[tuple[str, ValueRange]]:
     """Each file in the folders of arrays, by its path."""
     for entry in sorted(entries_of(folder), key=lambda entry: entry.name):
         if entry.is_dir() and any((folder / entry.name / name).is_file() for name in METADATA):
             yield from _inside(folder, entry.name, 0)
 
 
-def _inside(folder: Path, path: str, depth: int) -> Iterator[tuple[str, Place]]:
+def _inside(folder: Path, path: str, depth: int) -> Iterator[tuple[str, ValueRange]]:
     for number, entry in enumerate(sorted(entries_of(folder / path), key=lambda entry: entry.name)):
         inner = f"{path}/{entry.name}"
         if entry.is_dir() and depth < _MAX_NESTED:
             yield from _inside(folder, inner, depth + 1)
         elif not entry.name.endswith(".__lock"):
-            yield inner, Place(inner, 0, (folder / inner).stat().st_size)
+            yield inner, ValueRange(inner, 0, (folder / inner).stat().st_size)
         if number > MAX_VALUES:
             raise UnsafeError("an array has too many chunks", where=folder / path)
 
 
-def _json(folder: Path, key: str, value: Place | bytes) -> object:
+def _json(folder: Path, key: str, value: ValueRange | bytes) -> object:
     """The metadata of an array."""
-    if isinstance(value, Place):
+    if isinstance(value, ValueRange):
         if value.nbytes > MAX_SMALL_JSON:
             raise UnsafeError(f"{printable(key)} has {value.nbytes:,} bytes", where=folder)
         value = read_range(folder / value.file, value.offset, value.nbytes)
@@ -142,7 +142,7 @@ def _missing(name: str, layout: ArrayLayout, chunks: Mapping[Shape, object], fol
 
 
 def _tensor(
-    name: str, layout: ArrayLayout, chunks: Mapping[Shape, Place | bytes], reader: ChunkReader, fills: bool
+    name: str, layout: ArrayLayout, chunks: Mapping[Shape, ValueRange | bytes], reader: ChunkReader, fills: bool
 ) -> Tensor:
     """An array of the chunks that are stored; where none is, of the fill value."""
     fragments = []
@@ -161,11 +161,11 @@ def _tensor(
 
 
 def _chunk(
-    name: str, layout: ArrayLayout, at: Shape, value: Place | bytes, reader: ChunkReader, fills: bool, box: Box
+    name: str, layout: ArrayLayout, at: Shape, value: ValueRange | bytes, reader: ChunkReader, fills: bool, box: Box
 ) -> Blob:
     """The blob of a chunk: a range of a file if it is stored plain."""
     part = Box.whole(box.shape)
-    if layout.sharding is None and layout.codec.compression is None and isinstance(value, Place):
+    if layout.sharding is None and layout.codec.compression is None and isinstance(value, ValueRange):
         if value.nbytes != layout.chunk_nbytes + 4 * layout.codec.checksum:
             text = f"chunk {box} of `{printable(name)}` has {value.nbytes:,} bytes, but needs {layout.chunk_nbytes:,}"
             raise CorruptError(text, where=reader.folder / value.file)

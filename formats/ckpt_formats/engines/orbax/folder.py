@@ -28,7 +28,7 @@ _STEP_NAME = re.compile(r"(?:[A-Za-z][\w-]*?[_-])?(\d{1,15})")
 
 
 @dataclass(frozen=True)
-class FoundStep:
+class StepFolder:
     """The checkpoint of one step: its folder, and those of its items by name. An item without a name is the folder."""
 
     folder: Path
@@ -49,14 +49,14 @@ def is_checkpoint(path: Path) -> bool:
         return False
 
 
-def find(path: Path) -> FoundStep:
+def find(path: Path) -> StepFolder:
     """The checkpoint at a path; of several steps, the newest complete one.
 
     Raises `IncompleteError` if the save did not finish, `NotFoundError` if there is none.
     """
     try:
         if _is_step(path):
-            return _found(path)
+            return _step_at(path)
         return _newest(path)
     except CkptError:
         raise
@@ -79,7 +79,7 @@ def _is_step(path: Path) -> bool:
     return any((path / name).is_file() for name in (STEP, TREE, MANIFEST)) or _has_arrays(path)
 
 
-def _found(path: Path, chosen_of: int = 1) -> FoundStep:
+def _step_at(path: Path, chosen_of: int = 1) -> StepFolder:
     metadata = read_step(path)
     if UNFINISHED in path.name:
         raise _unfinished(path, f"Orbax removes `{UNFINISHED}` from the name when it is done")
@@ -93,7 +93,7 @@ def _found(path: Path, chosen_of: int = 1) -> FoundStep:
     if missing := [name for name in handlers if name and name not in items and not is_tree(path)]:
         text = f"the item `{printable(missing[0])}`, which {STEP} names, is missing"
         raise IncompleteError(text, where=path, hint="Copy all folders of the step.")
-    return FoundStep(path, items, handlers, int(match[1]) if match else None, chosen_of=chosen_of)
+    return StepFolder(path, items, handlers, int(match[1]) if match else None, chosen_of=chosen_of)
 
 
 def _items(path: Path) -> Iterator[tuple[str, Path]]:
@@ -122,12 +122,12 @@ def _is_step_of_run(path: Path) -> bool:
     return UNFINISHED in path.name or any((path / name).is_file() for name in (STEP, TREE, MANIFEST, *items))
 
 
-def _newest(path: Path) -> FoundStep:
+def _newest(path: Path) -> StepFolder:
     steps = _steps(path)
     later: list[str] = []
     for _, folder in reversed(steps):
         try:
-            found = _found(folder, len(steps))
+            step = _step_at(folder, len(steps))
         except IncompleteError:
             later.append(printable(folder.name))
             continue
@@ -136,7 +136,7 @@ def _newest(path: Path) -> FoundStep:
             notices.append(Notice(f"{printable(folder.name)} is read, the newest of {len(steps)} checkpoints here"))
         if later:
             notices.append(Notice("newer, but the save was broken off", tuple(later), Weight.UNSURE))
-        return FoundStep(found.folder, found.items, found.handlers, found.step, tuple(notices), len(steps))
+        return StepFolder(step.folder, step.items, step.handlers, step.step, tuple(notices), len(steps))
     if later:
         raise IncompleteError(f"the save was broken off: none of {', '.join(later)} is complete", where=path)
     raise NotFoundError("there is no checkpoint of Orbax here", where=path)

@@ -105,23 +105,23 @@ def read_step(folder: Path) -> StepMetadata | None:
     items = handlers if isinstance(handlers, dict) else {} if handlers is None else {"": handlers}
     if not all(isinstance(name, str) for name in items.values()):
         raise CorruptError("the handlers of items are no texts", where=path)
-    begun, committed = content.get("init_timestamp_nsecs"), content.get("commit_timestamp_nsecs")
-    return StepMetadata(items, begun is None or committed is not None)
+    first, last = content.get("init_timestamp_nsecs"), content.get("commit_timestamp_nsecs")
+    return StepMetadata(items, first is None or last is not None)
 
 
 def random_keys(folder: Path) -> dict[str, str]:
     """The implementation of each array that is the data of random keys, by the array's name, such as `threefry2x32`."""
-    found: dict[str, str] = {}
+    implementations: dict[str, str] = {}
     if not (folder / ARRAYS).is_dir():
-        return found
+        return implementations
     for path in sorted((folder / ARRAYS).iterdir()):
         content = parse_json_object(read_whole(path, MAX_INDEX), path)
         with form_of("Orbax", path):
             for entry in content["array_metadatas"]:
                 array = entry["array_metadata"]
                 if isinstance(array["ext_metadata"], dict) and "random_key_impl" in array["ext_metadata"]:
-                    found[str(array["param_name"])] = str(array["ext_metadata"]["random_key_impl"])
-    return found
+                    implementations[str(array["param_name"])] = str(array["ext_metadata"]["random_key_impl"])
+    return implementations
 
 
 def read_strings(folder: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.engines.orbax.arrays import read_arrays
-from ckpt_formats.engines.orbax.folder import FoundStep, find, is_tree
+from ckpt_formats.engines.orbax.folder import StepFolder, find, is_tree
 from ckpt_formats.engines.orbax.metadata import (
     ARRAYS,
     COMMITTED,
@@ -57,7 +57,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
 
 
 @dataclass
-class _Tree:
+class _TreeLeaves:
     """The leaves of a tree: those with arrays, and plain values."""
 
     leaves: dict[Keys, Leaf] = field(default_factory=dict)
@@ -69,12 +69,12 @@ class _Tree:
 
 
 def _checkpoint(path: Path) -> Checkpoint:
-    found = find(path)
-    trees: dict[str, _Tree] = {}
+    step_folder = find(path)
+    trees: dict[str, _TreeLeaves] = {}
     extras: dict[str, Value] = {}
-    notices, files = list(found.notices), list(_metadata_files(found.folder))
+    notices, files = list(step_folder.notices), list(_metadata_files(step_folder.folder))
     unread: list[str] = []
-    for name, folder in found.items.items():
+    for name, folder in step_folder.items.items():
         if is_tree(folder):
             trees[name] = _read_tree(folder)
         elif (folder / RANDOM_ITEM).is_dir() and is_tree(folder / RANDOM_ITEM):
@@ -91,9 +91,9 @@ def _checkpoint(path: Path) -> Checkpoint:
     if unread:
         notices.append(Notice("these items are in a form that is not read", tuple(unread), Weight.LOST))
     if not trees:
-        raise UnsupportedError("no item has arrays that are read", where=found.folder)
+        raise UnsupportedError("no item has arrays that are read", where=step_folder.folder)
     tree, places = _joined(trees)
-    json = [name for name in found.items if name in extras] + [f"{name}.kind" for name in trees]
+    json = [name for name in step_folder.items if name in extras] + [f"{name}.kind" for name in trees]
     items = {
         name: {
             "folder": "" if not name else f"{name}/" if f"{name}.kind" not in extras else f"{name}/{RANDOM_ITEM}/",
@@ -104,7 +104,7 @@ def _checkpoint(path: Path) -> Checkpoint:
     files += [file for one in trees.values() for file in one.files]
     notices += [notice for one in trees.values() for notice in one.notices]
     layout: dict[str, Value] = {"items": items, "json": [name for name in json if name in extras]}
-    return _index(path, found, tree, layout, extras, tuple(files), notices)
+    return _index(path, step_folder, tree, layout, extras, tuple(files), notices)
 
 
 def _metadata_files(folder: Path) -> list[SourceFile]:
@@ -119,11 +119,11 @@ def _metadata_files(folder: Path) -> list[SourceFile]:
     return [SourceFile(path, path.stat().st_size, "metadata") for path in paths if path.is_file()]
 
 
-def _joined(trees: Mapping[str, _Tree]) -> tuple[_Tree, dict[str, Keys]]:
+def _joined(trees: Mapping[str, _TreeLeaves]) -> tuple[_TreeLeaves, dict[str, Keys]]:
     """One tree of all items: that of the main one, with the others under their names."""
     main = next((name for name in _MAIN if name in trees), next(iter(trees)))
     places: dict[str, Keys] = {}
-    joined = _Tree()
+    joined = _TreeLeaves()
     for name, tree in trees.items():
         # An item that is called `params` is what others have under this key.
         place: Keys = () if name == main and name not in ("params", "model") else (name,)
@@ -139,11 +139,11 @@ def _joined(trees: Mapping[str, _Tree]) -> tuple[_Tree, dict[str, Keys]]:
     return joined, places
 
 
-def _read_tree(folder: Path) -> _Tree:
+def _read_tree(folder: Path) -> _TreeLeaves:
     """The leaves of the tree in a folder. Raises `IncompleteError` if a leaf has no array."""
     metadata = read_tree(folder)
     arrays = read_arrays(folder, metadata is not None and metadata.stores_fill_values)
-    tree = _Tree(files=arrays.files, random=random_keys(folder))
+    tree = _TreeLeaves(files=arrays.files, random=random_keys(folder))
     if arrays.filled:
         text = "chunks that are not stored have the fill value everywhere: this version of Orbax stores none of them"
         tree.notices.append(Notice(text, tuple(arrays.filled), Weight.UNSURE))
@@ -181,8 +181,8 @@ def _read_tree(folder: Path) -> _Tree:
 
 def _index(
     path: Path,
-    found: FoundStep,
-    tree: _Tree,
+    step_folder: StepFolder,
+    tree: _TreeLeaves,
     layout: dict[str, Value],
     extras: dict[str, Value],
     files: tuple[SourceFile, ...],
@@ -196,7 +196,7 @@ def _index(
     if model is not None:
         layout |= {"params": list(model.prefix), "separator": model.separator}
         used |= {(*model.prefix, *keys) for keys in model.names}
-        parameters, groups, optimizer = _parameters(model, optimizers, tree, found.folder)
+        parameters, groups, optimizer = _parameters(model, optimizers, tree, step_folder.folder)
         used |= optimizer
         layout |= {"optimizer": _optimizer_layout(optimizers, tree)} if optimizers else {}
         if sequences := _sequences(model, tree):
@@ -211,7 +211,7 @@ def _index(
         extras[free] = value
     named = {key: names_for_tensors(value, key, parameters) for key, value in extras.items()}
     layout |= {"random": dict(tree.random)} if tree.random else {}
-    step = _step(tree, found.step, path)
+    step = _step(tree, step_folder.step, path)
     return Checkpoint(
         path=path,
         origin=Origin("orbax", step=step, layout=layout),
@@ -224,7 +224,7 @@ def _index(
 
 
 def _parameters(
-    model: ModelPart, optimizers: list[OptimizerPart], tree: _Tree, where: Path
+    model: ModelPart, optimizers: list[OptimizerPart], tree: _TreeLeaves, where: Path
 ) -> tuple[dict[str, Parameter], tuple[Group, ...], set[Keys]]:
     """The parameters with their states, the groups of optimizers, and the leaves that became states."""
     states: dict[Keys, dict[str, Tensor]] = {keys: {} for keys in model.names}
@@ -264,7 +264,7 @@ def _parameters(
     return parameters, tuple(groups), used
 
 
-def _optimizer_layout(optimizers: list[OptimizerPart], tree: _Tree) -> list[Value]:
+def _optimizer_layout(optimizers: list[OptimizerPart], tree: _TreeLeaves) -> list[Value]:
     """Where the states were, for writing them again: for each optimizer its path, names of states, and its count."""
     return [
         {
@@ -280,17 +280,17 @@ def _optimizer_layout(optimizers: list[OptimizerPart], tree: _Tree) -> list[Valu
     ]
 
 
-def _sequences(model: ModelPart, tree: _Tree) -> list[str]:
+def _sequences(model: ModelPart, tree: _TreeLeaves) -> list[str]:
     """The names of parameters below lists, with the depth of each such key."""
-    found = []
+    names = []
     for keys, name in model.names.items():
         kinds = tree.leaves[(*model.prefix, *keys)].kinds[len(model.prefix) :]
         if SEQUENCE in kinds:
-            found.append(f"{name}:{','.join(str(i) for i, kind in enumerate(kinds) if kind == SEQUENCE)}")
-    return found
+            names.append(f"{name}:{','.join(str(i) for i, kind in enumerate(kinds) if kind == SEQUENCE)}")
+    return names
 
 
-def _step(tree: _Tree, in_name: int | None, path: Path) -> int | None:
+def _step(tree: _TreeLeaves, in_name: int | None, path: Path) -> int | None:
     """The step that the tree states, else that of the folder's name."""
     for keys in (("step",), ("state", "step")):
         value = tree.plain.get(keys)

@@ -1,7 +1,7 @@
 """The parts of a tree of JAX: the model's parameters, the moments of optax's Adam, and everything else.
 
 A `TrainState` of Flax is `step`, `params` and `opt_state`. What optax keeps for each parameter is a tree of the same
-form as `params`, so its leaves are found by their paths below it: `opt_state/0/mu/decoder/kernel` is the state `mu` of
+form as `params`, so its leaves are known by their paths below it: `opt_state/0/mu/decoder/kernel` is the state `mu` of
 `decoder/kernel`. Those of Adam get torch's names, `exp_avg` and `exp_avg_sq`; its count becomes `step`.
 """
 
@@ -66,8 +66,8 @@ def _prefix(arrays: Mapping[Path, Tensor]) -> Path:
     for depth in (0, 1):
         heads = dict.fromkeys(path[: depth + 1] for path in arrays if len(path) > depth + 1)
         for key in MODEL_KEYS:
-            if found := next((head for head in heads if head[-1] == key), None):
-                return found
+            if prefix := next((head for head in heads if head[-1] == key), None):
+                return prefix
     return ()
 
 
@@ -86,7 +86,7 @@ def find_optimizer(model: ModelPart, arrays: Mapping[Path, Tensor]) -> list[Opti
     """
     weights = {path: arrays[(*model.prefix, *path)].shape for path in model.names}
     last_keys = {path[-1] for path in weights}
-    found: dict[Path, dict[str, dict[Path, Path]]] = {}
+    states_by_place: dict[Path, dict[str, dict[Path, Path]]] = {}
     inner = _inner_prefixes(model.prefix)
     for path, tensor in arrays.items():
         if path[: len(model.prefix)] == model.prefix and path[len(model.prefix) :] in weights:
@@ -96,11 +96,11 @@ def find_optimizer(model: ModelPart, arrays: Mapping[Path, Tensor]) -> list[Opti
         for at in range(1, len(path)):
             own = _without(path[at:], inner)
             if path[at - 1] in TORCH_NAMES and weights.get(own) == tensor.shape:
-                found.setdefault(path[: at - 1], {}).setdefault(path[at - 1], {})[own] = path
+                states_by_place.setdefault(path[: at - 1], {}).setdefault(path[at - 1], {})[own] = path
                 break
     counts = (path for path, tensor in arrays.items() if path[-1] == COUNT and tensor.size == 1)
-    by_place = {path[:-1]: path for path in counts}
-    return [OptimizerPart(place, states, by_place.get(place)) for place, states in found.items()]
+    count_of = {path[:-1]: path for path in counts}
+    return [OptimizerPart(place, states, count_of.get(place)) for place, states in states_by_place.items()]
 
 
 def _inner_prefixes(prefix: Path) -> Path:

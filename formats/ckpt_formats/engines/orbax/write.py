@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats.containers.ocdbt import MANIFEST, Place
+from ckpt_formats.containers.ocdbt import MANIFEST, ValueRange
 from ckpt_formats.containers.ocdbt_write import database
 from ckpt_formats.containers.zarr_write import array_json, chunk_shape
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -103,11 +103,11 @@ def _write_item(
     chunk_nbytes: int,
 ) -> None:
     """Write the database and the metadata of the tree in a subfolder."""
-    values: dict[str, Place | bytes] = {}
+    values: dict[str, ValueRange | bytes] = {}
     for receipt in receipts:
         if receipt.file.rpartition(f"{DATA}/")[0] == inside:
             file = receipt.file.removeprefix(inside)
-            values |= {key: Place(file, at, nbytes) for key, at, nbytes in receipt.entry["chunks"]}
+            values |= {key: ValueRange(file, at, nbytes) for key, at, nbytes in receipt.entry["chunks"]}
     shapes: list[tuple[Any, Any]] = []
     arrays, shardings = [], {}
     for written in leaves:
