@@ -12,6 +12,7 @@
  * valid stream, reads it back and compares, then reads what `mutate` makes of it, and bytes that are random altogether.
  * It calls kernels by READ(name)(...) where they are given hostile bytes, and by CALL(name)(...) elsewhere. */
 #include "kernels.c"
+#include "level.c"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -163,6 +164,7 @@ static u8 *mutate(const u8 *valid, i64 size, i64 head, i64 *made) {
 #include "fuzz_gradients.c"
 #include "fuzz_quantised.c"
 #include "fuzz_stats.c"
+#include "fuzz_parity.c"
 
 static struct {
     const char *name;
@@ -173,7 +175,8 @@ static struct {
                 {"lossy", fuzz_lossy, 0, 0},
                 {"gradients", fuzz_gradients, 0, 0},
                 {"quantised", fuzz_quantised, 0, 0},
-                {"stats", fuzz_stats, 0, 0}};
+                {"stats", fuzz_stats, 0, 0},
+                {"parity", fuzz_parity, 0, 0}};
 enum { FAMILIES = sizeof families / sizeof *families };
 
 int main(int count, char **arguments) {

@@ -45,3 +45,6 @@
 
 #include "stats.h"
 #include "stats.c"
+
+#include "parity.h"
+#include "parity.c"

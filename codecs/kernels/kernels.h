@@ -38,7 +38,7 @@ typedef int64_t i64;
 
 /* The sources are compiled once for each level of CPU, and each level has its own prefix: v2_encode, v3_encode.
  * All functions that Python calls are named API(name) and declared in lossless.h, deltas.h, lossy.h,
- * stepping.h, gradients.h, quantised.h or stats.h; all others are static. */
+ * stepping.h, gradients.h, quantised.h, stats.h or parity.h; all others are static. */
 #ifndef LEVEL
 #define LEVEL v1
 #endif

@@ -8,6 +8,9 @@
  * level; 0 if the CPU is older than all of them. */
 int64_t ckpt_level(void);
 
+/* Bit 0: this CPU has GFNI, for vectors of 32 bytes, which levels do not say. */
+int64_t ckpt_features(void);
+
 /* CRC-32 of the sources that the library was built from, as `ckpt_codecs.native.sources` computes it. */
 int64_t ckpt_sources(void);
 

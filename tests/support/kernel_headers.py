@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[2] / "codecs" / "kernels"
-READERS = ("lossless", "deltas", "lossy", "gradients", "quantised", "stats")
+READERS = ("lossless", "deltas", "lossy", "gradients", "quantised", "stats", "parity")
 """Families that are given bytes of files: each has a part of the fuzzer."""
 FAMILIES = (*READERS, "stepping")
 """Of each there are a header and a Python module in ckpt_codecs.native."""
