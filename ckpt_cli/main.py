@@ -49,6 +49,8 @@ COMMANDS = {
     "doctor": "ckpt_cli.commands.doctor:doctor",
     "seal": "ckpt_cli.commands.seal:seal",
     "index": "ckpt_cli.commands.index:index",
+    "protect": "ckpt_cli.commands.protect:protect",
+    "repair": "ckpt_cli.commands.repair:repair",
     "prune": "ckpt_cli.commands.prune:prune",
     "clean": "ckpt_cli.commands.clean:clean",
     "formats": "ckpt_cli.commands.formats:formats",

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ckpt.opening import checkpoints, from_state_dict, open
     from ckpt.pipeline import Resources
     from ckpt.pipeline.targets import clean
+    from ckpt.protection.protect import protect
+    from ckpt.protection.repair import repair
     from ckpt.publishing.publish import publish
     from ckpt.publishing.watch import publish_each
     from ckpt.reading import Reading
@@ -92,6 +94,8 @@ _NAMES = {
     ),
     "ckpt.pipeline": ("Resources",),
     "ckpt.pipeline.targets": ("clean",),
+    "ckpt.protection.protect": ("protect",),
+    "ckpt.protection.repair": ("repair",),
     "ckpt.publishing.publish": ("publish",),
     "ckpt.publishing.watch": ("publish_each",),
     "ckpt.reading": ("Reading",),
@@ -178,8 +182,10 @@ __all__ = [
     "open",
     "partial",
     "planning",
+    "protect",
     "publish",
     "publish_each",
+    "repair",
     "resize",
     "runs",
     "save",

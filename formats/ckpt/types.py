@@ -19,6 +19,9 @@ from ckpt.pipeline import Result
 from ckpt.pipeline.cluster.distribute import ClusterStatus
 from ckpt.pipeline.planned_reads import StoreReads
 from ckpt.pipeline.targets import Removed
+from ckpt.protection.damage import DamagedFile
+from ckpt.protection.protect import Protection
+from ckpt.protection.repair import Repair
 from ckpt.publishing.publish import PublishedCheckpoint
 from ckpt.publishing.watch import SkippedCheckpoint
 from ckpt.reading import Verification
@@ -51,6 +54,7 @@ __all__ = [
     "ClusterStatus",
     "CompactResult",
     "CopyUpdate",
+    "DamagedFile",
     "DeltaCodec",
     "Diff",
     "DiffSums",
@@ -77,11 +81,13 @@ __all__ = [
     "PassedOver",
     "Plan",
     "Progress",
+    "Protection",
     "PruneResult",
     "PrunedCheckpoint",
     "PublishedCheckpoint",
     "RecordRef",
     "Removed",
+    "Repair",
     "Report",
     "Reshaped",
     "Result",

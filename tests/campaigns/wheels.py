@@ -20,7 +20,8 @@ and shared packs past 1.3, shadows elsewhere, bases without a stall, stores and 
 stores that are written and man pages (33 kB) past 1.5; jobs and weight sync past 2.0, quantised weights, merges and
 commands of every day past 2.3."""
 MOST_LIBRARY_BYTES = 575_000
-"""Of the library of kernels: masked steps took it past 500 kB, statistics and quantised weights past 550, parity past 560."""
+"""Of the library of kernels: masked steps took it past 500 kB, statistics and quantised weights past 550,
+parity past 560."""
 
 sys.path.insert(0, str(ROOT))
 import hatch_build  # noqa: E402

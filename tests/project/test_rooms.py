@@ -18,8 +18,10 @@ LIMITS = {
     # `serving` sends the files of chains; where and to whom, shadows decide alike
     # `publishing` and `following` write and read published chains: the one needs nothing of the other
     # `runs` is about the checkpoints of a run: it finds, verifies and removes them
-    "ckpt": (20, 27),
-    "ckpt_formats": (8, 18),  # `stores` reads what lies in buckets; `registry` lists the folder of a run there
+    # `protection` writes parity beside files of any format, and repairs them
+    "ckpt": (21, 30),
+    # `parity` is about blocks of files, whatever their format is
+    "ckpt_formats": (9, 19),  # `stores` reads what lies in buckets; `registry` lists the folder of a run there
     "ckpt_codecs": (14, 51),  # `quantised` gives the values of weights that other libraries quantised
 }
 """Rooms and arrows. A room is a module or a package directly in the package; an arrow, that one imports another."""

@@ -1,0 +1,130 @@
+"""Write parity and repair by it with a progress bar, and show what was done."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ckpt.pipeline import Execution
+from ckpt.protection.damage import DamagedFile
+from ckpt.protection.protect import Protection, ProtectPlan, run_protect
+from ckpt.protection.repair import Repair
+from ckpt.protection.repair import repair as repair_files
+from ckpt_cli import notes
+from ckpt_cli.progress import progress_bar
+from ckpt_cli.views.columns import show, table
+from ckpt_cli.views.report import conclude, data, file_count
+from ckpt_formats.core.text import format_nbytes, list_names, printable
+
+_MAX_ROWS = 50
+_MAX_TENSORS = 8
+
+
+def show_plan(plan: ProtectPlan, as_json: bool) -> None:
+    """Show what would be protected."""
+    if as_json:
+        data(protection_json(plan.summary))
+    else:
+        conclude(f"would write {_sizes(plan.summary)}; nothing was written")
+
+
+def protect(plan: ProtectPlan, resources: Execution, as_json: bool) -> None:
+    """Write parity, and show what was written."""
+    done = _run(plan, resources)
+    if as_json:
+        data(protection_json(done))
+    else:
+        conclude(f"wrote {_sizes(done)}: {printable(str(done.parity))}")
+
+
+def _run(plan: ProtectPlan, resources: Execution) -> Protection:
+    notes.flush()
+    with progress_bar("writing parity") as progress:
+        return run_protect(plan, resources=resources, progress=progress)
+
+
+def _sizes(of: Protection) -> str:
+    things = "file" if of.domains == of.files else "domain"
+    lose = (
+        f"any {of.lose} of {of.domains} {things}s"
+        if of.groups == 1
+        else f"{of.lose} {things}s of each of {of.groups} groups"
+    )
+    share = of.parity_nbytes / of.nbytes
+    return (
+        f"{format_nbytes(of.parity_nbytes)} of parity ({share:.0%}) for {format_nbytes(of.nbytes)} in "
+        f"{file_count(of.files)}, of which {lose} may be lost"
+    )
+
+
+def protection_json(of: Protection) -> dict[str, Any]:
+    """What was protected, as plain data."""
+    return {**asdict(of), "parity": str(of.parity)}
+
+
+def repair(
+    path: str, others: Sequence[str], parity: Sequence[Path], dry_run: bool, resources: Execution, as_json: bool
+) -> bool:
+    """Repair files, and show which ones. Returns whether all that was damaged is, or can be, repaired."""
+    with progress_bar("comparing with parity") as progress:
+        done = repair_files(path, others=others, parity=parity, dry_run=dry_run, resources=resources, progress=progress)
+    if as_json:
+        data(_repair_json(done))
+    else:
+        _show(done)
+    return not done.lost
+
+
+def _show(done: Repair) -> None:
+    notes.flush()
+    rows = [(printable(_name(done.path, one.path)), one.what, _fate(one, done.written)) for one in done.damaged]
+    if rows:
+        show(table(("file", "found", ""), rows[:_MAX_ROWS], breaks=(0,)))
+    if len(rows) > _MAX_ROWS:
+        conclude(f"and {len(rows) - _MAX_ROWS} more files")
+    place, read = printable(str(done.path)), format_nbytes(done.nbytes)
+    if not done.damaged:
+        conclude(f"ok: {place}: {read} of data and parity fit their hashes")
+        return
+    if done.lost_tensors:
+        conclude(f"lost tensors: {list_names(list(done.lost_tensors), printable, _MAX_TENSORS)}")
+    repaired = len(done.damaged) - len(done.lost)
+    text = f"{'repaired' if done.written else 'can repair'} {repaired} of {file_count(len(done.damaged))}: {place}"
+    if done.lost:
+        text = f"LOST: {file_count(len(done.lost))} cannot be repaired: more is lost than parity replaces; {text}"
+        notes.note("with copies of these files, perhaps older ones: ckpt repair --from OTHER")
+    conclude(text)
+
+
+def _fate(one: DamagedFile, written: bool) -> str:
+    if one.is_repairable:
+        return "repaired" if written else "can be repaired"
+    nbytes = sum(stop - start for start, stop in one.lost)
+    return f"LOST: {format_nbytes(nbytes)}, from byte {one.lost[0][0]:,} on"
+
+
+def _name(root: Path, path: Path) -> str:
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
+
+
+def _repair_json(done: Repair) -> dict[str, Any]:
+    return {
+        "path": str(done.path),
+        "nbytes": done.nbytes,
+        "written": done.written,
+        "damaged": list(map(damaged_json, done.damaged)),
+        "lost": [str(one.path) for one in done.lost],
+        "lost_tensors": list(done.lost_tensors),
+    }
+
+
+def damaged_json(one: DamagedFile) -> dict[str, Any]:
+    """A damaged file, as plain data."""
+    return {
+        "file": str(one.path),
+        "what": one.what,
+        "blocks": one.blocks,
+        "repairable": one.is_repairable,
+        "lost": [list(one_range) for one_range in one.lost],
+        "parity": one.is_parity,
+    }

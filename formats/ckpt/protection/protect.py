@@ -1,0 +1,441 @@
+"""Write parity for the files of a folder, which stay as they are.
+
+The files are read once, stripe by stripe. Parity grows in a folder beside its own, and a journal there has the hashes
+of the stripes that are on the disk, so that an interrupted run goes on. One rename publishes the whole.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from threading import local
+from typing import Annotated
+
+import numpy as np
+import xxhash
+
+from ckpt.copying.selection import below
+from ckpt.job import AnyProgress, count_to
+from ckpt.pipeline import Resources
+from ckpt.pipeline.executors import run_tasks
+from ckpt.pipeline.interrupts import interruptible
+from ckpt.protection.domains import domains_of, groups_of
+from ckpt_codecs.base import Array
+from ckpt_formats.core.arguments import Checked, Count, LocalPath, Range, StrPath, checked
+from ckpt_formats.core.errors import (
+    CkptError,
+    InvalidArgumentError,
+    LockedError,
+    NotFoundError,
+    OutputError,
+    UnsupportedError,
+)
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.identity import Identity, check_unchanged
+from ckpt_formats.core.locking import lock, unwritable
+from ckpt_formats.core.own_folder import make_own
+from ckpt_formats.core.publish import exchange, flush, flush_all, rename_new
+from ckpt_formats.core.text import PARTIAL, printable
+from ckpt_formats.parity.blocks import ProtectedFolder, StripeBuffers, encode_stripe, parity_file, places_of
+from ckpt_formats.parity.manifest import (
+    FOLDER,
+    HASH_NBYTES,
+    NAME,
+    BlockHashes,
+    Manifest,
+    ProtectedFile,
+    check_names,
+    read,
+)
+from ckpt_formats.stores.location import is_url
+
+Parities = Annotated[int, Range(1, 32)]
+"""How many domains may be lost."""
+LOCK = ".ckpt-parity.lock"
+"""In the folder, while a process writes or repairs."""
+REPAIRED = ".ckpt-repaired"
+"""The ending of a file that will replace a damaged one."""
+_PLAN, _JOURNAL = "plan.json", "journal"
+_JOURNAL_EVERY = 1 << 30
+"""Bytes of data after which what was computed is flushed and noted."""
+
+
+@dataclass(frozen=True)
+class Protection(Checked):
+    """What `protect` wrote, or would write."""
+
+    parity: Path
+    """The folder with the parity, or with the manifest that says where it is."""
+    files: Count
+    """Files that are protected."""
+    nbytes: Count
+    """Their bytes."""
+    parity_nbytes: Count
+    """The bytes of all parity."""
+    manifest_nbytes: Count
+    """The bytes of all copies of the manifest."""
+    domains: Count
+    groups: Count
+    lose: Count
+    """How many domains of each group may be lost."""
+
+
+@dataclass(frozen=True)
+class ProtectPlan:
+    """What will be protected, and where its parity will be."""
+
+    folder: ProtectedFolder
+    elsewhere: tuple[Path, ...]
+    identities: dict[Path, Identity] = field(repr=False)
+    overwrite: bool = False
+
+    @property
+    def summary(self) -> Protection:
+        """What `protect` will return."""
+        manifest = self.folder.manifest
+        copies = 1 + manifest.parities
+        return Protection(
+            parity=self.folder.root / FOLDER,
+            files=sum(1 for _ in manifest.files),
+            nbytes=manifest.nbytes,
+            parity_nbytes=manifest.parity_nbytes,
+            manifest_nbytes=copies * len(self.folder.hashes.to_bytes()),
+            domains=sum(len(group.domains) for group in manifest.groups),
+            groups=len(manifest.groups),
+            lose=manifest.parities,
+        )
+
+    @property
+    def bases(self) -> tuple[Path, ...]:
+        """The folders that are published: those elsewhere first, last the one in the folder, which says where."""
+        return (*dict.fromkeys(self.elsewhere), self.folder.root / FOLDER)
+
+
+def plan_protect(
+    path: StrPath,
+    lose: int = 2,
+    *,
+    by: str = "file",
+    domains: Path | None = None,
+    into: Sequence[Path] = (),
+    overwrite: bool = False,
+) -> ProtectPlan:
+    """What `protect` would do. No file is read. Raises as `protect`."""
+    root = local_folder(path)
+    if not root.is_dir():
+        hint = (
+            "Name the folder of the checkpoint. Parity of a single file would be whole copies of it." * root.is_file()
+        )
+        raise NotFoundError("is no folder" if root.exists() else "there is nothing here", where=root, hint=hint or None)
+    there = [(name, file) for name, file in below(root) if is_protected(name)]
+    check_names([name for name, _ in there], root)
+    identities = {file: Identity.of(file.stat()) for _, file in there}
+    files = [ProtectedFile(name, identities[file].nbytes) for name, file in there]
+    if not any(file.nbytes for file in files):
+        raise NotFoundError("holds no file with content", where=root)
+    elsewhere = tuple(one.absolute() for one in into)
+    if any(root.resolve() in (one.resolve(), *one.resolve().parents) for one in elsewhere):
+        raise InvalidArgumentError(
+            "parity cannot be kept in the folder that it protects", where=root, hint="Leave out --into."
+        )
+    if not overwrite and os.path.lexists(root / FOLDER):
+        raise OutputError(
+            "has parity already",
+            where=root / FOLDER,
+            hint="`ckpt repair --dry-run` compares it. Give --overwrite to write it anew.",
+        )
+    own = domains_of(files, by, domains)
+    kind = "table" if domains is not None else by
+    manifest = Manifest(groups_of(own, lose), lose, kind, tuple(map(str, elsewhere)))
+    work = tuple(_work(one) for one in elsewhere or (root / FOLDER,))
+    folder = ProtectedFolder(root, places_of(root, work, lose), BlockHashes.empty(manifest))
+    return ProtectPlan(folder, elsewhere, identities, overwrite)
+
+
+@checked
+def protect(
+    path: StrPath,
+    lose: Parities = 2,
+    *,
+    by: str = "file",
+    domains: LocalPath | None = None,
+    into: Sequence[LocalPath] = (),
+    overwrite: bool = False,
+    resources: Resources | None = None,
+    progress: AnyProgress | None = None,
+) -> Protection:
+    """Write parity for all files below a folder, from which `repair` computes files or blocks that are lost.
+
+    The files stay as they are, and whoever loads them does not read the parity. It lies in the folder `.ckpt-parity`.
+
+    Args:
+        path: The folder of a checkpoint of any format, of several, or of a chain.
+        lose: How many domains may be lost: that many times the largest domain is written.
+        by: What a domain is, which is lost as a whole: `file`, `folder` (the first one in the path), or `node:N` (the
+            files of N ranks, by the ranks in their names).
+        domains: A table with lines `DOMAIN PATTERN` instead: the first pattern that a file's name matches counts.
+        into: Folders that get the parities in turn, in place of the checkpoint's: on other disks or machines.
+        overwrite: Replace parity that is there.
+
+    Raises:
+        OutputError: There is parity already, or it cannot be written.
+        NotFoundError: There is no folder with files.
+        CorruptError: A file changed meanwhile.
+        LockedError: Another process protects or repairs the folder.
+    """
+    plan = plan_protect(
+        path,
+        lose,
+        by=by,
+        domains=None if domains is None else Path(domains),
+        into=tuple(map(Path, into)),
+        overwrite=overwrite,
+    )
+    return run_protect(plan, resources=resources, progress=progress)
+
+
+def run_protect(
+    plan: ProtectPlan, *, resources: Resources | None = None, progress: AnyProgress | None = None
+) -> Protection:
+    """Do what was planned. Raises as `protect`."""
+    resources = resources or Resources.of_machine()
+    root = plan.folder.root
+    count_bytes = count_to(plan.folder.manifest.nbytes, progress)
+    try:
+        with locked(root):
+            _take_back(plan)
+            journal = _Journal(_work(root / FOLDER), plan)
+            journal.open()
+            with journal, interruptible(count_bytes) as count:
+                _encode(plan, journal, resources, count)
+            check_unchanged(plan.identities)
+            _publish(plan)
+    except OSError as error:
+        if isinstance(error, CkptError):
+            raise
+        raise unwritable(error, root) from error
+    return plan.summary
+
+
+def is_protected(name: str) -> bool:
+    """Whether a file below a folder is one of the checkpoint's, not of its parity or of a repair."""
+    return FOLDER not in name.split("/") and name != LOCK and not name.endswith(REPAIRED)
+
+
+def local_folder(path: StrPath) -> Path:
+    """The folder that a path names. Raises `UnsupportedError` for a URL."""
+    text = str(path) if isinstance(path, Path) else os.fspath(path)
+    if is_url(text):
+        hint = f"Copy it first: ckpt copy {printable(text)} FOLDER. A copy back takes the parity along."
+        raise UnsupportedError("parity is written and used in the file system only", where=printable(text), hint=hint)
+    return Path(text)
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Within, no other process protects or repairs a folder. Raises `LockedError`."""
+    file = root / LOCK
+    error = LockedError("another process writes parity or repairs here", where=root, hint="Wait until it has ended.")
+    with lock(file, error, required=False):
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+
+
+def _work(base: Path) -> Path:
+    """Where a folder grows until it is published."""
+    return base.with_name(base.name + PARTIAL)
+
+
+def _take_back(plan: ProtectPlan) -> None:
+    """Take back what a run has published elsewhere that died before all was.
+
+    Raises `OutputError` for what is not ours.
+    """
+    for base in plan.bases[:-1]:
+        if not os.path.lexists(base) or (base.is_dir() and not any(base.iterdir())):
+            continue
+        try:
+            is_own = read(base / NAME).manifest.header() == plan.folder.manifest.header()
+        except (OSError, CkptError):
+            is_own = False
+        if not is_own:
+            raise OutputError("exists already", where=base, hint="Choose another folder for --into, or remove it.")
+        shutil.rmtree(_work(base), ignore_errors=True)
+        os.rename(base, _work(base))
+
+
+class _Journal:
+    """The stripes that are on the disk with their hashes, in the order of the manifest."""
+
+    def __init__(self, folder: Path, plan: ProtectPlan) -> None:
+        self._folder, self._plan = folder, plan
+        self._hashes, self._files = plan.folder.hashes, list[int]()
+        self._stripes = list(plan.folder.stripes())
+        self.done = 0
+        """How many stripes are noted."""
+        self._descriptor = -1
+
+    def open(self) -> None:
+        """Continue what an equal run left, or begin anew."""
+        note = json.dumps(
+            [self._plan.folder.manifest.header().decode(), [asdict(one) for one in self._plan.identities.values()]]
+        ).encode()
+        works = [_work(base) for base in self._plan.bases]
+        if not (self._is_equal(note) and all(work.is_dir() for work in works)):
+            for work in works:
+                shutil.rmtree(work, ignore_errors=True)
+            for work in works:
+                work.parent.mkdir(parents=True, exist_ok=True)
+                make_own(work)
+            for place in self._plan.folder.places:
+                place.mkdir()
+            (self._folder / _JOURNAL).touch()
+            _write_whole(self._folder / _PLAN, note)
+        self._descriptor = os.open(self._folder / _JOURNAL, os.O_RDWR | os.O_CLOEXEC)
+        self._read()
+
+    def _is_equal(self, note: bytes) -> bool:
+        try:
+            return (self._folder / _PLAN).read_bytes() == note
+        except OSError:
+            return False
+
+    def _read(self) -> None:
+        """Take over the records that are whole. One that is torn, and what follows, is cut off."""
+        data, at = (self._folder / _JOURNAL).read_bytes(), 0
+        while self.done < len(self._stripes):
+            rows = self._rows(self.done)
+            end = at + len(rows) * HASH_NBYTES
+            record, digest = data[at:end], data[end : end + 8]
+            if len(digest) < 8 or xxhash.xxh3_64_digest(record, seed=self.done) != digest:
+                break
+            self._hashes.table[rows] = np.frombuffer(record, np.uint8).reshape(-1, HASH_NBYTES)
+            at, self.done = end + 8, self.done + 1
+        os.ftruncate(self._descriptor, at)
+        os.lseek(self._descriptor, at, os.SEEK_SET)
+
+    def _rows(self, number: int) -> list[int]:
+        """The rows of the hashes of a stripe."""
+        group, stripe = self._stripes[number]
+        return [self._hashes.row(group, at.column, stripe) for at in self._plan.folder.blocks_of(group, stripe)]
+
+    def note(self, done: int) -> None:
+        """Note the stripes up to a number, whose hashes are known and whose parities are on the disk."""
+        records = bytearray()
+        for number in range(self.done, done):
+            record = self._hashes.table[self._rows(number)].tobytes()
+            records += record + xxhash.xxh3_64_digest(record, seed=number)
+        view = memoryview(records)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+        os.fsync(self._descriptor)
+        self.done = done
+
+    def __enter__(self) -> "_Journal":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._descriptor)
+
+
+def _encode(plan: ProtectPlan, journal: _Journal, resources: Resources, count: Callable[[int], None]) -> None:
+    """Compute and write the parities of all stripes that are not noted."""
+    folder, threads = plan.folder, local()
+    manifest, parities = folder.manifest, folder.manifest.parities
+    stripes = list(folder.stripes())
+    nbytes = [sum(folder.place(at).nbytes for at in folder.blocks_of(*one)) for one in stripes]
+    for number in range(journal.done):
+        count(nbytes[number] - parities * manifest.groups[stripes[number][0]].stripe_nbytes[stripes[number][1]])
+
+    with _Outputs(folder) as outputs, ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+
+        def encode(number: int) -> int:
+            group, stripe = stripes[number]
+            if not hasattr(threads, "reader"):
+                threads.reader = Reader(identities=plan.identities)
+                threads.buffers = StripeBuffers(parities)
+            sums = encode_stripe(folder, group, stripe, threads.reader, threads.buffers)
+            start = manifest.groups[group].starts[stripe]
+            for parity, block in enumerate(sums):
+                outputs.write(group, parity, start, block)
+            count(nbytes[number] - sums.nbytes)
+            return number
+
+        finished, first, waiting = set[int](), journal.done, 0
+        for number in run_tasks(pool, encode, range(journal.done, len(stripes)), 2 * resources.workers):
+            finished.add(number)
+            waiting += nbytes[number]
+            while first in finished:
+                finished.remove(first)
+                first += 1
+            if waiting >= _JOURNAL_EVERY:
+                outputs.flush()
+                journal.note(first)
+                waiting = 0
+        outputs.flush()
+        journal.note(first)
+
+
+class _Outputs:
+    """The files of parity that are written. Threads may share it."""
+
+    def __init__(self, folder: ProtectedFolder) -> None:
+        self._files: dict[tuple[int, int], int] = {}
+        for number, group in enumerate(folder.manifest.groups):
+            for parity, place in enumerate(folder.places):
+                path = parity_file(place, number)
+                self._files[number, parity] = file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                os.ftruncate(file, group.parity_nbytes)
+
+    def write(self, group: int, parity: int, offset: int, block: Array) -> None:
+        view = block.data
+        while view:
+            written = os.pwrite(self._files[group, parity], view, offset)
+            view, offset = view[written:], offset + written
+
+    def flush(self) -> None:
+        for file in self._files.values():
+            os.fsync(file)
+
+    def __enter__(self) -> "_Outputs":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files.values():
+            os.close(file)
+
+
+def _publish(plan: ProtectPlan) -> None:
+    """Write the copies of the manifest, and give all folders their names: last the one in the protected folder."""
+    data = plan.folder.hashes.to_bytes()
+    works = [_work(base) for base in plan.bases]
+    for path in dict.fromkeys((*plan.folder.places, *works)):
+        _write_whole(path / NAME, data)
+    for name in (_PLAN, _JOURNAL):
+        (works[-1] / name).unlink(missing_ok=True)
+    for work, base in zip(works, plan.bases, strict=True):
+        work.chmod(0o755)
+        flush_all(work)
+        if base is not plan.bases[-1]:
+            with suppress(OSError):
+                base.rmdir()  # an empty one
+        if base is plan.bases[-1] and plan.overwrite and os.path.lexists(base):
+            exchange(work, base)
+            shutil.rmtree(work)
+        else:
+            rename_new(work, base)
+        flush(base.parent)
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Write a file that appears whole."""
+    draft = path.with_name(f"{path.name}.new")
+    draft.write_bytes(data)
+    flush(draft)
+    os.replace(draft, path)

@@ -1,0 +1,247 @@
+"""Repair protected files: blocks that are lost are computed from others, and files renamed into place whole."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import local
+
+import numpy as np
+import xxhash
+
+from ckpt.job import AnyProgress, count_to
+from ckpt.pipeline import Resources
+from ckpt.pipeline.executors import run_tasks
+from ckpt.pipeline.interrupts import interruptible
+from ckpt.protection.damage import (
+    Damage,
+    DamagedFile,
+    FoundBlocks,
+    all_files,
+    find_damage,
+    nbytes_to_scan,
+)
+from ckpt.protection.protect import REPAIRED, local_folder, locked
+from ckpt_codecs.base import Array
+from ckpt_formats.core.arguments import Checked, Count, LocalPath, StrPath, checked
+from ckpt_formats.core.errors import CkptError, CorruptError, OutputError, UnsafeError
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.locking import unwritable
+from ckpt_formats.core.publish import flush
+from ckpt_formats.parity.blocks import (
+    BlockAddress,
+    ProtectedFolder,
+    StripeBuffers,
+    find_parity,
+    recover,
+)
+from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, NAME
+from ckpt_formats.registry.opening import open_checkpoint
+from ckpt_formats.stores.location import source_path
+
+
+@dataclass(frozen=True)
+class Repair(Checked):
+    """What `repair` found, and what it did."""
+
+    path: Path
+    damaged: tuple[DamagedFile, ...]
+    """The files that were not what was protected, parity last."""
+    nbytes: Count
+    """Bytes that were read and compared with their hashes."""
+    written: bool
+    """Whether the files that can be repaired are repaired."""
+    lost_tensors: tuple[str, ...] = ()
+    """The tensors with bytes in what cannot be repaired, if the headers of the checkpoint can be read."""
+
+    @property
+    def lost(self) -> tuple[DamagedFile, ...]:
+        """The files that cannot be repaired."""
+        return tuple(file for file in self.damaged if not file.is_repairable)
+
+
+@checked
+def repair(
+    path: StrPath,
+    *,
+    others: Sequence[StrPath] = (),
+    parity: Sequence[LocalPath] = (),
+    dry_run: bool = False,
+    resources: Resources | None = None,
+    progress: AnyProgress | None = None,
+) -> Repair:
+    """Compare all files of a folder with the hashes of its parity, and write again those that are damaged or missing.
+
+    Each block is compared with its hash before it is written, and again when it is; a file is renamed into place when
+    it is whole. What cannot be repaired is left as it is, and is in the result: `lost`.
+
+    Args:
+        path: The folder that `protect` was given.
+        others: Folders or URLs with copies of files, perhaps older ones: blocks of theirs are used where hashes fit.
+        parity: The folders with the parity, if they are not where they were.
+        dry_run: Write nothing.
+
+    Raises:
+        NotFoundError: There is no parity.
+        CorruptError: No copy of the manifest is whole.
+        OutputError: A file cannot be written.
+        LockedError: Another process protects or repairs the folder.
+    """
+    resources = resources or Resources.of_machine()
+    root = local_folder(path)
+    folder = find_parity(root, tuple(map(Path, parity)))
+    copies = tuple(source_path(other) for other in others)
+    nbytes = nbytes_to_scan(folder)
+    count_bytes = count_to(nbytes, progress)
+    with ExitStack() as stack:
+        if not dry_run:
+            stack.enter_context(locked(root))
+        count = stack.enter_context(interruptible(count_bytes))
+        damage = find_damage(folder, resources, count, copies, _repaired)
+        files = damage.files()
+        if not dry_run:
+            try:
+                _write(damage, files, resources, count)
+                _renew_manifests(folder)
+            except OSError as error:
+                if isinstance(error, CkptError):
+                    raise
+                raise unwritable(error, root) from error
+    return Repair(path=root, damaged=files, nbytes=nbytes, written=not dry_run, lost_tensors=_tensors_in(root, files))
+
+
+def _tensors_in(root: Path, files: Sequence[DamagedFile]) -> tuple[str, ...]:
+    """The parameters with bytes in ranges that are lost; none if the checkpoint cannot be opened."""
+    lost = {file.path.resolve(): file.lost for file in files if file.lost and not file.is_parity}
+    try:
+        checkpoint = open_checkpoint(root) if lost else None
+    except CkptError:
+        return ()
+    if checkpoint is None:
+        return ()
+    names: dict[str, None] = {}
+    for parameter, _, tensor in checkpoint.tensors():
+        for blob in tensor.sources():
+            ranges = lost.get(blob.path.resolve(), ())
+            if any(start < blob.offset + blob.span and blob.offset < stop for start, stop in ranges):
+                names[parameter.name] = None
+    return tuple(names)
+
+
+def _repaired(path: Path) -> Path:
+    """The file that will replace a damaged one."""
+    return path.with_name(f".{path.name}{REPAIRED}")
+
+
+def _write(damage: Damage, files: Sequence[DamagedFile], resources: Resources, count: Callable[[int], None]) -> None:
+    """Write the files that can be repaired beside their places, compare them, and rename them."""
+    lengths = {path: nbytes for path, nbytes, _ in all_files(damage.folder)}
+    paths = [file.path for file in files if file.is_repairable]
+    for path in paths:
+        _make_parents(damage.folder, path)
+    leftovers = {place.path for place in damage.found.values()}
+    outputs: dict[Path, Path] = {}
+    for path in paths:
+        new = _repaired(path)
+        # What an interrupted repair has left may be the only copy of a block: it stays until another one is whole.
+        outputs[path] = _repaired(new) if new in leftovers else new
+    _fill(damage, outputs, lengths, resources, count)
+    for new in outputs.values():
+        flush(new)
+    for path, new in outputs.items():
+        os.replace(new, path)
+    for folder in {path.parent for path in outputs}:
+        flush(folder)
+    for path in lengths:
+        _repaired(path).unlink(missing_ok=True)
+
+
+def _make_parents(folder: ProtectedFolder, path: Path) -> None:
+    """Make the folders of a file that are missing. Raises `UnsafeError` if one of them is a link."""
+    if path.is_relative_to(folder.root):
+        for above in list(path.relative_to(folder.root).parents)[:-1]:
+            if (folder.root / above).is_symlink():
+                raise UnsafeError("is a link, through which no file is written", where=folder.root / above)
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _fill(
+    damage: Damage,
+    outputs: dict[Path, Path],
+    lengths: dict[Path, int],
+    resources: Resources,
+    count: Callable[[int], None],
+) -> None:
+    """Write all blocks of the files, and compare what was written."""
+    folder, threads = damage.folder, local()
+    with ExitStack() as stack, ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+        opened: dict[Path, int] = {}
+        for path, new in outputs.items():
+            new.unlink(missing_ok=True)  # a link would be written through
+            opened[path] = file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            stack.callback(os.close, file)
+            os.ftruncate(file, lengths[path])
+            with suppress(OSError):
+                os.fchmod(file, path.stat().st_mode & 0o777)
+
+        def fill(stripe: tuple[int, int]) -> None:
+            count(0)  # raises if the user has interrupted
+            wanted = [at for at in folder.blocks_of(*stripe) if folder.place(at).path in opened]
+            if not wanted:
+                return
+            if not hasattr(threads, "source"):
+                threads.source = FoundBlocks(damage, Reader(check=False))
+                threads.buffers = StripeBuffers(folder.manifest.parities)
+                threads.block = np.empty(BLOCK_NBYTES, np.uint8)
+            for at, block in _blocks(damage, wanted, threads.source, threads.buffers, threads.block):
+                _put(folder, at, block, opened[folder.place(at).path])
+
+        for _ in run_tasks(pool, fill, folder.stripes(), 2 * resources.workers):
+            pass
+
+
+def _blocks(
+    damage: Damage, wanted: Sequence[BlockAddress], source: FoundBlocks, buffers: StripeBuffers, buffer: Array
+) -> Iterator[tuple[BlockAddress, Array]]:
+    """The blocks of a stripe that are wanted: those that are there, then those that are computed."""
+    computed = []
+    for at in wanted:
+        block = buffer[: damage.folder.place(at).nbytes]
+        if source.fetch(at, block):
+            yield at, block
+        else:
+            computed.append(at)
+    if computed:
+        bad = [at for at in damage.folder.blocks_of(computed[0].group, computed[0].stripe) if source.is_lost(at)]
+        sums = recover(source, computed, bad, buffers)
+        for at, block in zip(computed, sums, strict=True):
+            yield at, block[: damage.folder.place(at).nbytes]
+
+
+def _put(folder: ProtectedFolder, at: BlockAddress, block: Array, file: int) -> None:
+    """Write a block, and compare what is there then with its hash. Raises `CorruptError`, `OutputError`."""
+    place, digest = folder.place(at), folder.hash(at)
+    if xxhash.xxh3_128_digest(block.data) != digest:
+        raise CorruptError("a block does not fit its hash, and is not written", where=place.path)
+    view, offset = block.data, place.offset
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
+    if xxhash.xxh3_128_digest(os.pread(file, place.nbytes, place.offset)) != digest:
+        raise OutputError("what is on the disk is not what was written", where=place.path, hint="Check the disk.")
+
+
+def _renew_manifests(folder: ProtectedFolder) -> None:
+    """Write the copies of the manifest that are missing or not whole."""
+    data = folder.hashes.to_bytes()
+    for path in (folder.root / FOLDER / NAME, *(place / NAME for place in folder.places)):
+        with suppress(OSError):
+            if path.read_bytes() == data:
+                continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.new")
+        draft.write_bytes(data)
+        flush(draft)
+        os.replace(draft, path)

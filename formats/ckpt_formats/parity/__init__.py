@@ -1,0 +1,1 @@
+"""Parity of files: which blocks belong together, what their hashes are, and how lost ones are computed from others."""

@@ -1,0 +1,249 @@
+"""Read blocks of protected files, compare each with its hash, and compute those that are lost from others."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from ckpt_codecs.base import Array
+from ckpt_codecs.native.parity import add_products
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
+from ckpt_formats.core.files import Reader
+from ckpt_formats.parity.code import parity_matrix, recovery_matrix
+from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, NAME, BlockHashes, Group, Manifest, read
+
+BLOCKS_AT_ONCE = 16
+"""Blocks of a stripe that are in memory together: a thread needs so many and the parities, whatever the group is."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlace:
+    """Where a block lies."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAddress:
+    """Which block: the number of its group, its column (a domain, or then a parity) and its stripe."""
+
+    group: int
+    column: int
+    stripe: int
+
+
+@dataclass(frozen=True)
+class ProtectedFolder:
+    """A folder with its parity: what the manifest says, and where all files are."""
+
+    root: Path
+    places: tuple[Path, ...]
+    """The folder of each parity."""
+    hashes: BlockHashes
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.hashes.manifest
+
+    def place(self, at: BlockAddress) -> BlockPlace:
+        """Where a block should lie. It has no bytes if its domain has no block in this stripe."""
+        group = self.manifest.groups[at.group]
+        parity = at.column - len(group.domains)
+        if parity >= 0:
+            path = parity_file(self.places[parity], at.group)
+            return BlockPlace(path, group.starts[at.stripe], group.stripe_nbytes[at.stripe])
+        domain = group.domains[at.column]
+        if at.stripe >= len(domain.blocks):
+            return BlockPlace(self.root, 0, 0)
+        number, index = domain.blocks[at.stripe]
+        file = domain.files[number]
+        return BlockPlace(self.root / file.name, index * BLOCK_NBYTES, file.block_nbytes(index))
+
+    def hash(self, at: BlockAddress) -> bytes:
+        """The hash that a block should have."""
+        return self.hashes.of(at.group, at.column, at.stripe)
+
+    def stripes(self) -> Iterator[tuple[int, int]]:
+        """All stripes: each the number of its group, and its own."""
+        for number, group in enumerate(self.manifest.groups):
+            for stripe in range(len(group.stripe_nbytes)):
+                yield number, stripe
+
+    def blocks_of(self, group: int, stripe: int) -> Iterator[BlockAddress]:
+        """The blocks of a stripe that have bytes."""
+        own = self.manifest.groups[group]
+        for column in range(len(own.domains) + own.parities):
+            if own.block_nbytes(column, stripe):
+                yield BlockAddress(group, column, stripe)
+
+
+def parity_file(place: Path, group: int) -> Path:
+    """The file with a parity of a group, in the folder of this parity."""
+    return place / f"group-{group:03}"
+
+
+def places_of(root: Path, elsewhere: Sequence[Path], parities: int) -> tuple[Path, ...]:
+    """The folder of each parity: in the folder with the parity of `root`, or in turn in those `elsewhere`."""
+    folders = elsewhere or (root / FOLDER,)
+    return tuple(folders[number % len(folders)] / str(number) for number in range(parities))
+
+
+def find_parity(root: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
+    """The parity of a folder, by the first copy of its manifest that is whole.
+
+    `elsewhere`: the folders that have the parity now, if they are not where the manifest says.
+
+    Raises `NotFoundError` if there is no copy, `CorruptError` if none is whole.
+    """
+    folders = (*elsewhere, root / FOLDER)
+    errors = list[CkptError]()
+    for path in manifest_copies(folders):
+        try:
+            hashes = read(path)
+        except OSError:
+            continue
+        except CkptError as error:
+            errors.append(error)
+            continue
+        there = tuple(elsewhere) or tuple(map(Path, hashes.manifest.elsewhere))
+        return ProtectedFolder(root, places_of(root, there, hashes.manifest.parities), hashes)
+    if errors:
+        raise errors[0]
+    raise NotFoundError(
+        "has no parity", where=root, hint="`ckpt protect` writes it. If it lies in another folder: --parity FOLDER."
+    )
+
+
+def has_parity(root: Path) -> bool:
+    """Whether a folder has parity of its own, whole or not."""
+    return (root / FOLDER).is_dir()
+
+
+def manifest_copies(folders: Sequence[Path]) -> Iterator[Path]:
+    """Where copies of a manifest may be: in folders with parity, and in the folder of each parity there."""
+    for folder in folders:
+        yield folder / NAME
+        try:
+            inside = sorted(folder.iterdir())
+        except OSError:
+            continue
+        yield from (path / NAME for path in inside if path.name.isdecimal())
+
+
+class StripeBuffers:
+    """Memory of one thread for blocks of a stripe: used again for the next one."""
+
+    def __init__(self, rows: int) -> None:
+        self._inputs = np.empty(BLOCKS_AT_ONCE * BLOCK_NBYTES, np.uint8)
+        self._sums = np.empty(rows * BLOCK_NBYTES, np.uint8)
+
+    def inputs(self, nbytes: int) -> Array:
+        """Room for blocks of this length: (BLOCKS_AT_ONCE, nbytes) uint8, of any content."""
+        return self._inputs[: BLOCKS_AT_ONCE * nbytes].reshape(BLOCKS_AT_ONCE, nbytes)
+
+    def sums(self, rows: int, nbytes: int) -> Array:
+        """Sums of blocks: (rows, nbytes) uint8, all 0."""
+        sums = self._sums[: rows * nbytes].reshape(rows, nbytes)
+        sums[:] = 0
+        return sums
+
+
+def read_block(reader: Reader, place: BlockPlace, out: Array) -> bytes:
+    """Fill `out`, (n,) uint8, with a block and zeros after it. Return its hash. Raises `CkptError` as `Reader`."""
+    reader.read_into(place.path, place.offset, out.data[: place.nbytes])
+    out[place.nbytes :] = 0
+    return xxhash.xxh3_128_digest(out[: place.nbytes].data)
+
+
+def encode_stripe(folder: ProtectedFolder, group: int, stripe: int, reader: Reader, buffers: StripeBuffers) -> Array:
+    """Read the data of a stripe once, note the hashes of all its blocks, and return its parities: (m, n) uint8.
+
+    Raises `CkptError` if a file cannot be read. The result is valid until `buffers` are used again.
+    """
+    own = folder.manifest.groups[group]
+    nbytes, matrix = own.stripe_nbytes[stripe], parity_matrix(len(own.domains), own.parities)
+    inputs, sums = buffers.inputs(nbytes), buffers.sums(own.parities, nbytes)
+    blocks = [at for at in folder.blocks_of(group, stripe) if at.column < len(own.domains)]
+    for first in range(0, len(blocks), BLOCKS_AT_ONCE):
+        some = blocks[first : first + BLOCKS_AT_ONCE]
+        for block, at in zip(inputs, some, strict=False):
+            folder.hashes.note(group, at.column, stripe, read_block(reader, folder.place(at), block))
+        factors = np.ascontiguousarray(matrix[:, [at.column for at in some]])
+        add_products(factors, inputs[: len(some)], sums)
+    for number, block in enumerate(sums):
+        folder.hashes.note(group, len(own.domains) + number, stripe, xxhash.xxh3_128_digest(block.data))
+    return sums
+
+
+class BlockSource:
+    """Reads blocks from where they should be; a class derived from it knows further places."""
+
+    def __init__(self, folder: ProtectedFolder, reader: Reader) -> None:
+        self.folder, self.reader = folder, reader
+
+    def fetch(self, at: BlockAddress, out: Array) -> bool:
+        """Fill `out`, (n,) uint8, with a block and zeros; False if it is not there with its hash."""
+        try:
+            return read_block(self.reader, self.folder.place(at), out) == self.folder.hash(at)
+        except CkptError:
+            return False
+
+
+def recover(
+    source: BlockSource, wanted: Sequence[BlockAddress], lost: Collection[BlockAddress], buffers: StripeBuffers
+) -> Array:
+    """Compute blocks of one stripe from its others: (wanted, n) uint8, as long as the stripe.
+
+    `lost`: blocks that are known to be lost. What is read is compared with its hash, and so is the result.
+    The result is valid until `buffers` are used again.
+
+    Raises:
+        IncompleteError: Fewer blocks are left than there are domains.
+        CorruptError: The result does not fit its hash: the manifest is not that of these files.
+    """
+    folder, number, stripe = source.folder, wanted[0].group, wanted[0].stripe
+    group = folder.manifest.groups[number]
+    bad = {at.column for at in (*lost, *wanted)}
+    while True:
+        columns = range(len(group.domains) + group.parities)
+        present = [column for column in columns if column not in bad][: len(group.domains)]
+        if len(present) < len(group.domains):
+            raise IncompleteError(
+                f"{len(bad)} blocks of a stripe are lost, and its parity replaces {group.parities}",
+                where=folder.place(wanted[0]).path,
+            )
+        matrix = recovery_matrix(len(group.domains), group.parities, present, [at.column for at in wanted])
+        failed = _combine(source, group, number, stripe, present, matrix, buffers)
+        if not isinstance(failed, int):
+            break
+        bad.add(failed)
+    for at, block in zip(wanted, failed, strict=True):
+        if xxhash.xxh3_128_digest(block[: folder.place(at).nbytes].data) != folder.hash(at):
+            raise CorruptError("what parity gives does not fit the hash", where=folder.place(at).path)
+    return failed
+
+
+def _combine(
+    source: BlockSource,
+    group: Group,
+    number: int,
+    stripe: int,
+    present: Sequence[int],
+    matrix: Array,
+    buffers: StripeBuffers,
+) -> Array | int:
+    """The sums of blocks of some columns with the factors of a matrix; or the column of a block that is not whole."""
+    nbytes = group.stripe_nbytes[stripe]
+    inputs, sums = buffers.inputs(nbytes), buffers.sums(len(matrix), nbytes)
+    filled = [i for i, column in enumerate(present) if group.block_nbytes(column, stripe)]
+    for first in range(0, len(filled), BLOCKS_AT_ONCE):
+        some = filled[first : first + BLOCKS_AT_ONCE]
+        for block, i in zip(inputs, some, strict=False):
+            if not source.fetch(BlockAddress(number, present[i], stripe), block):
+                return present[i]
+        add_products(np.ascontiguousarray(matrix[:, some]), inputs[: len(some)], sums)
+    return sums

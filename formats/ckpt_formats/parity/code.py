@@ -1,0 +1,76 @@
+"""Reed-Solomon codes over GF(2^8): the matrix of parities, and the matrix that computes lost blocks from others.
+
+The matrix is the one that ISA-L calls Cauchy (`gf_gen_cauchy1_matrix`), with the polynomial 0x11d: parity r is the sum
+over data c of 1 / ((k + r) xor c) times block c. Every square part of a Cauchy matrix can be inverted, so any k of the
+k + m blocks give all others (Blömer et al.: An XOR-based erasure-resilient coding scheme, 1995).
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from ckpt_codecs.base import Array
+from ckpt_codecs.native.parity import add_products
+
+MAX_BLOCKS = 255
+"""Blocks of data and of parity that one code has, at most."""
+
+
+def parity_matrix(data: int, parities: int) -> Array:
+    """Return the factors of each parity: (parities, data) uint8. Both numbers together are at most `MAX_BLOCKS`."""
+    rows = np.arange(data, data + parities, dtype=np.uint8)[:, None]
+    return np.ascontiguousarray(_inverses()[rows ^ np.arange(data, dtype=np.uint8)])
+
+
+def recovery_matrix(data: int, parities: int, present: Sequence[int], wanted: Sequence[int]) -> Array:
+    """Return the factors by which `present` blocks give the `wanted` ones: (wanted, present) uint8.
+
+    Blocks are numbered: data first, then parities. `present` has `data` of them, in ascending order.
+    """
+    generator = np.concatenate([np.eye(data, dtype=np.uint8), parity_matrix(data, parities)])
+    known = [block for block in present if block < data]
+    lost = sorted(set(range(data)) - set(known))
+    rows = generator[[block for block in present if block >= data]]
+    # A row of parity is the sum over known data and over lost data: what is lost follows from the difference.
+    solved = inverse(rows[:, lost])
+    of_lost = np.concatenate([multiply(solved, rows[:, known]), solved], axis=1)
+    whole = np.zeros((data, data), np.uint8)
+    whole[known, range(len(known))] = 1
+    whole[lost] = of_lost
+    return multiply(generator[list(wanted)], whole)
+
+
+def multiply(left: Array, right: Array) -> Array:
+    """Return the product of two matrices over GF(2^8), uint8."""
+    product = np.zeros((left.shape[0], right.shape[1]), np.uint8)
+    if left.size and right.size:
+        add_products(np.ascontiguousarray(left), np.ascontiguousarray(right), product)
+    return product
+
+
+def inverse(matrix: Array) -> Array:
+    """Return the inverse of a square matrix over GF(2^8), uint8, by Gauss and Jordan. There must be one."""
+    size = len(matrix)
+    both = np.concatenate([matrix, np.eye(size, dtype=np.uint8)], axis=1)
+    for column in range(size):
+        pivot = column + int(np.flatnonzero(both[column:, column])[0])
+        both[[column, pivot]] = both[[pivot, column]]
+        both[[column]] = multiply(_inverses()[both[[column], column]][:, None], both[[column]])
+        factors = both[:, [column]].copy()
+        factors[column] = 0
+        both ^= multiply(factors, both[[column]])
+    return np.ascontiguousarray(both[:, size:])
+
+
+@cache
+def _inverses() -> Array:
+    """The inverse of each element of GF(2^8): (256,) uint8; 0 for 0, which has none."""
+    powers, element = [], 1
+    for _ in range(255):
+        powers.append(element)
+        element = element << 1 ^ (0x11D if element & 0x80 else 0)
+    inverses = np.zeros(256, np.uint8)
+    for exponent, value in enumerate(powers):
+        inverses[value] = powers[-exponent % 255]
+    return inverses

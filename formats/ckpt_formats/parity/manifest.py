@@ -1,0 +1,275 @@
+"""The manifest of parity: which files are protected, which blocks belong together, and the hash of each block.
+
+docs/protect.md specifies the file. A file is divided into blocks of 1 MiB; the last one may be shorter. What may be
+lost together is a domain: files in a row. Of a group of domains, the n-th blocks of all are a stripe, which has m
+blocks of parity as long as its longest block; shorter ones count as if zeros followed. The parities with the number j
+of all groups are files in one folder, the place j.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ckpt_codecs.base import Array
+from ckpt_formats.core.arguments import MAX_INTEGER
+from ckpt_formats.core.claims import MAX_PATH
+from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError, form_of
+from ckpt_formats.core.text import printable
+from ckpt_formats.parity.code import MAX_BLOCKS
+
+FOLDER = ".ckpt-parity"
+"""The folder with the parity of the folder that it is in."""
+NAME = "manifest"
+BLOCK_NBYTES = 1 << 20
+HASH_NBYTES = 16
+_MAGIC = b"ckptpar1"
+_CODE = "reed-solomon-cauchy-0x11d"
+_MAX_NBYTES = 1 << 32
+
+
+@dataclass(frozen=True)
+class ProtectedFile:
+    """A file that is protected: its name below the folder, with slashes, and its length."""
+
+    name: str
+    nbytes: int
+
+    @property
+    def block_count(self) -> int:
+        """Of a file without bytes there is none."""
+        return -(-self.nbytes // BLOCK_NBYTES)
+
+    def block_nbytes(self, index: int) -> int:
+        """The length of a block."""
+        return min(BLOCK_NBYTES, self.nbytes - index * BLOCK_NBYTES)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """What is lost together: its name, for people, and its files in the order of their blocks."""
+
+    name: str
+    files: tuple[ProtectedFile, ...]
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """Its blocks in their order: each the number of a file, and of a block in it."""
+        return tuple((number, index) for number, file in enumerate(self.files) for index in range(file.block_count))
+
+    def block_nbytes(self, stripe: int) -> int:
+        """The length of its block in a stripe; 0 if it has none there."""
+        if stripe >= len(self.blocks):
+            return 0
+        number, index = self.blocks[stripe]
+        return self.files[number].block_nbytes(index)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Domains whose blocks have parities together."""
+
+    domains: tuple[Domain, ...]
+    parities: int
+
+    @cached_property
+    def stripe_nbytes(self) -> tuple[int, ...]:
+        """The length of the longest block of each stripe."""
+        stripes = max((len(domain.blocks) for domain in self.domains), default=0)
+        return tuple(max(domain.block_nbytes(stripe) for domain in self.domains) for stripe in range(stripes))
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where the block of each stripe begins in a file of parity; then its end."""
+        return (0, *np.cumsum(self.stripe_nbytes, dtype=np.int64).tolist()) if self.stripe_nbytes else (0,)
+
+    @property
+    def parity_nbytes(self) -> int:
+        """The length of one file of parity."""
+        return self.starts[-1]
+
+    @property
+    def block_count(self) -> int:
+        """All its blocks, of data and of parity."""
+        return sum(len(domain.blocks) for domain in self.domains) + self.parities * len(self.stripe_nbytes)
+
+    def block_nbytes(self, column: int, stripe: int) -> int:
+        """The length of a block: columns are those of the domains, then those of the parities; 0 if there is none."""
+        if column < len(self.domains):
+            return self.domains[column].block_nbytes(stripe)
+        return self.stripe_nbytes[stripe]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is protected, without hashes."""
+
+    groups: tuple[Group, ...]
+    parities: int
+    """How many domains of a group may be lost."""
+    by: str
+    """What a domain is, for people: `file`, `node` or `table`."""
+    elsewhere: tuple[str, ...] = ()
+    """The folders with the places in turn, if they are not in the folder `FOLDER`."""
+
+    @property
+    def files(self) -> Iterator[ProtectedFile]:
+        """All files that are protected."""
+        return (file for group in self.groups for domain in group.domains for file in domain.files)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files that are protected."""
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def parity_nbytes(self) -> int:
+        """The bytes of all files of parity."""
+        return self.parities * sum(group.parity_nbytes for group in self.groups)
+
+    @property
+    def block_count(self) -> int:
+        """All blocks, of data and of parity."""
+        return sum(group.block_count for group in self.groups)
+
+    def header(self) -> bytes:
+        """What the file has of it."""
+        fields = {
+            "version": 1,
+            "code": _CODE,
+            "hash": "xxh3-128",
+            "block": BLOCK_NBYTES,
+            "parities": self.parities,
+            "by": self.by,
+            "elsewhere": list(self.elsewhere),
+            "groups": [
+                [[domain.name, [[file.name, file.nbytes] for file in domain.files]] for domain in group.domains]
+                for group in self.groups
+            ],
+        }
+        return json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True)
+class BlockHashes:
+    """The hash of each block: of each group, those of all domains, then of all parities, each stripe by stripe."""
+
+    manifest: Manifest
+    table: Array
+    """(blocks, 16) uint8, in the order of the manifest: XXH3-128, the highest byte first."""
+
+    @classmethod
+    def empty(cls, manifest: Manifest) -> "BlockHashes":
+        return cls(manifest, np.zeros((manifest.block_count, HASH_NBYTES), np.uint8))
+
+    @cached_property
+    def _starts(self) -> list[list[int]]:
+        """The row of the first block of each column of each group."""
+        starts, row = [], 0
+        for group in self.manifest.groups:
+            own = []
+            counts = [len(domain.blocks) for domain in group.domains]
+            for count in (*counts, *[len(group.stripe_nbytes)] * group.parities):
+                own.append(row)
+                row += count
+            starts.append(own)
+        return starts
+
+    def row(self, group: int, column: int, stripe: int) -> int:
+        """The row of a block in the table."""
+        return self._starts[group][column] + stripe
+
+    def of(self, group: int, column: int, stripe: int) -> bytes:
+        """The hash of a block."""
+        return bytes(self.table[self.row(group, column, stripe)])
+
+    def note(self, group: int, column: int, stripe: int, digest: bytes) -> None:
+        """Set the hash of a block."""
+        self.table[self.row(group, column, stripe)] = np.frombuffer(digest, np.uint8)
+
+    def to_bytes(self) -> bytes:
+        """The file."""
+        header = self.manifest.header()
+        body = b"".join((_MAGIC, len(header).to_bytes(8, "little"), header, self.table.tobytes()))
+        return body + xxhash.xxh3_128_digest(body)
+
+
+def parse(data: bytes, where: Path) -> BlockHashes:
+    """The manifest in the bytes of a file.
+
+    Raises `CorruptError` if they are not those that were written, `UnsafeError` for names of files that are not below a
+    folder, `UnsupportedError` for another version.
+    """
+    if len(data) < len(_MAGIC) + 8 + HASH_NBYTES or not data.startswith(_MAGIC):
+        raise CorruptError("is no manifest of parity", where=where)
+    body, digest = data[:-HASH_NBYTES], data[-HASH_NBYTES:]
+    if xxhash.xxh3_128_digest(body) != digest:
+        raise CorruptError("the manifest of parity does not fit its checksum", where=where)
+    end = len(_MAGIC) + 8 + int.from_bytes(body[len(_MAGIC) : len(_MAGIC) + 8], "little")
+    if end > len(body):
+        raise CorruptError("the manifest of parity ends too early", where=where)
+    with form_of("a manifest of parity", where):
+        fields = json.loads(body[len(_MAGIC) + 8 : end])
+        if fields["version"] != 1 or fields["code"] != _CODE or fields["block"] != BLOCK_NBYTES:
+            raise UnsupportedError("parity of a later version", where=where, hint="Use a newer ckpt.")
+        manifest = _manifest(fields, where)
+        hashes = body[end:]
+        # Before a list of blocks is made: the bytes of the hashes pay for it.
+        blocks = sum(file.block_count for file in manifest.files)
+        if blocks * HASH_NBYTES > len(hashes) or manifest.block_count * HASH_NBYTES != len(hashes):
+            raise CorruptError("the manifest of parity has another number of hashes than blocks", where=where)
+    return BlockHashes(manifest, np.frombuffer(hashes, np.uint8).reshape(-1, HASH_NBYTES))
+
+
+def read(path: Path) -> BlockHashes:
+    """The manifest in a file. Raises as `parse`, and `OSError`."""
+    with path.open("rb") as file:
+        data = file.read(_MAX_NBYTES + 1)
+    if len(data) > _MAX_NBYTES:
+        raise CorruptError("is too large for a manifest of parity", where=path)
+    return parse(data, path)
+
+
+def _manifest(fields: dict[str, Any], where: Path) -> Manifest:
+    parities = _number(fields["parities"], 1, MAX_BLOCKS - 1)
+    groups = tuple(
+        Group(
+            tuple(
+                Domain(str(name), tuple(_file(file, nbytes, where) for file, nbytes in files))
+                for name, files in domains
+            ),
+            parities,
+        )
+        for domains in fields["groups"]
+    )
+    for group in groups:
+        _number(len(group.domains), 1, MAX_BLOCKS - parities)
+    manifest = Manifest(groups, parities, str(fields["by"]), tuple(map(str, fields["elsewhere"])))
+    names = [file.name for file in manifest.files]
+    if len(set(names)) != len(names):
+        raise CorruptError("the manifest of parity names a file twice", where=where)
+    return manifest
+
+
+def _file(name: str, nbytes: int, where: Path) -> ProtectedFile:
+    check_names([name], where)
+    return ProtectedFile(name, _number(nbytes, 0, MAX_INTEGER))
+
+
+def check_names(names: Sequence[str], where: Path) -> None:
+    """Raise `UnsafeError` for names that are not those of files below a folder, and outside its parity."""
+    for name in names:
+        parts = name.split("/")
+        if len(name) > MAX_PATH or "\0" in name or FOLDER in parts or not all(part.strip(".") for part in parts):
+            raise UnsafeError(f"no file that is protected can have the name `{printable(name[:80])}`", where=where)
+
+
+def _number(value: int, least: int, most: int) -> int:
+    if isinstance(value, bool) or not least <= int(value) <= most:
+        raise ValueError(f"{value} is not from {least} to {most}")
+    return int(value)
