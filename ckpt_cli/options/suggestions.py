@@ -16,6 +16,8 @@ COMMANDS = {
     **dict.fromkeys(("zip", "pack", "deflate"), ("compress",)),
     **dict.fromkeys(("unzip", "unpack", "uncompress", "inflate"), ("decompress",)),
     **dict.fromkeys(("checksum", "hash", "sign", "sha256"), ("seal",)),
+    **dict.fromkeys(("parity", "par2", "erasure", "redundancy"), ("protect",)),
+    **dict.fromkeys(("heal", "rebuild", "recover", "fix"), ("repair",)),
     **dict.fromkeys(("history", "steps"), ("log",)),
     **dict.fromkeys(("commit-shards", "join"), ("commit",)),
     **dict.fromkeys(("squash", "vacuum"), ("compact",)),

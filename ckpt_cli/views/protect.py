@@ -72,7 +72,7 @@ def repair(
         data(_repair_json(done))
     else:
         _show(done)
-    return not done.lost
+    return not done.unrepairable
 
 
 def _show(done: Repair) -> None:
@@ -88,10 +88,12 @@ def _show(done: Repair) -> None:
         return
     if done.lost_tensors:
         conclude(f"lost tensors: {list_names(list(done.lost_tensors), printable, _MAX_TENSORS)}")
-    repaired = len(done.damaged) - len(done.lost)
+    repaired = len(done.damaged) - len(done.unrepairable)
     text = f"{'repaired' if done.written else 'can repair'} {repaired} of {file_count(len(done.damaged))}: {place}"
-    if done.lost:
-        text = f"LOST: {file_count(len(done.lost))} cannot be repaired: more is lost than parity replaces; {text}"
+    if done.unrepairable:
+        text = (
+            f"LOST: {file_count(len(done.unrepairable))} cannot be repaired: more is lost than parity replaces; {text}"
+        )
         notes.note("with copies of these files, perhaps older ones: ckpt repair --from OTHER")
     conclude(text)
 
@@ -99,8 +101,8 @@ def _show(done: Repair) -> None:
 def _fate(one: DamagedFile, written: bool) -> str:
     if one.is_repairable:
         return "repaired" if written else "can be repaired"
-    nbytes = sum(stop - start for start, stop in one.lost)
-    return f"LOST: {format_nbytes(nbytes)}, from byte {one.lost[0][0]:,} on"
+    nbytes = sum(stop - start for start, stop in one.lost_ranges)
+    return f"LOST: {format_nbytes(nbytes)}, from byte {one.lost_ranges[0][0]:,} on"
 
 
 def _name(root: Path, path: Path) -> str:
@@ -113,7 +115,7 @@ def _repair_json(done: Repair) -> dict[str, Any]:
         "nbytes": done.nbytes,
         "written": done.written,
         "damaged": list(map(damaged_json, done.damaged)),
-        "lost": [str(one.path) for one in done.lost],
+        "unrepairable": [str(one.path) for one in done.unrepairable],
         "lost_tensors": list(done.lost_tensors),
     }
 
@@ -125,6 +127,6 @@ def damaged_json(one: DamagedFile) -> dict[str, Any]:
         "what": one.what,
         "blocks": one.blocks,
         "repairable": one.is_repairable,
-        "lost": [list(one_range) for one_range in one.lost],
+        "lost_ranges": [list(one_range) for one_range in one.lost_ranges],
         "parity": one.is_parity,
     }

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import local
 
 import numpy as np
 
@@ -15,8 +14,15 @@ from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import Checked, Count
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Reader
-from ckpt_formats.parity.blocks import BlockAddress, BlockPlace, BlockSource, ProtectedFolder, parity_file, read_block
-from ckpt_formats.parity.manifest import BLOCK_NBYTES
+from ckpt_formats.parity.blocks import (
+    BlockAddress,
+    BlockPlace,
+    BlockSource,
+    ProtectedFolder,
+    ThreadReaders,
+    parity_file,
+    read_block,
+)
 
 _TOGETHER = 8
 """Stripes of one task."""
@@ -31,14 +37,14 @@ class DamagedFile(Checked):
     """Whether it is missing, has another length, or how many of its blocks have another content."""
     blocks: Count
     """How many of its blocks are not there with their hash."""
-    lost: tuple[tuple[int, int], ...] = ()
+    lost_ranges: tuple[tuple[int, int], ...] = ()
     """The ranges of its bytes that nothing replaces, each with its first byte and the one after its last."""
     is_parity: bool = False
 
     @property
     def is_repairable(self) -> bool:
         """Whether all of it can be had again."""
-        return not self.lost
+        return not self.lost_ranges
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,9 @@ class Damage:
     folder: ProtectedFolder
     bad: frozenset[BlockAddress] = frozenset()
     """Blocks that are not where they should be."""
-    found: Mapping[BlockAddress, BlockPlace] = field(default_factory=dict, repr=False)
+    elsewhere: Mapping[BlockAddress, BlockPlace] = field(default_factory=dict, repr=False)
     """Where some of them are instead: in a file with another's name, in one that a repair has left, in another copy."""
-    lost: frozenset[BlockAddress] = frozenset()
+    irreplaceable: frozenset[BlockAddress] = frozenset()
     """Those that nothing replaces: too many of their stripe are bad."""
     lengths: frozenset[Path] = frozenset()
     """Files that are missing, or have another length."""
@@ -62,15 +68,15 @@ class Damage:
 
     def files(self) -> tuple[DamagedFile, ...]:
         """The files that are not as they should be, by path; parity last."""
-        bad, lost = defaultdict[Path, int](int), defaultdict[Path, list[BlockPlace]](list)
+        bad, ranges = defaultdict[Path, int](int), defaultdict[Path, list[BlockPlace]](list)
         for at in self.bad:
             place = self.folder.place(at)
             bad[place.path] += 1
-            if at in self.lost:
-                lost[place.path].append(place)
+            if at in self.irreplaceable:
+                ranges[place.path].append(place)
         parity = {path for path, _, is_parity in all_files(self.folder) if is_parity}
         return tuple(
-            DamagedFile(path, _what(path, self.lengths, bad[path]), bad[path], _ranges(lost[path]), path in parity)
+            DamagedFile(path, _what(path, self.lengths, bad[path]), bad[path], _ranges(ranges[path]), path in parity)
             for path in sorted({*bad, *self.lengths}, key=lambda path: (path in parity, str(path)))
         )
 
@@ -123,40 +129,38 @@ def find_damage(
     """
     wrong = _scan(folder, resources, count)
     bad = frozenset(wrong)
-    found = dict(_misplaced(folder, wrong))
+    elsewhere = dict(_misplaced(folder, wrong))
     lengths = frozenset(path for path, nbytes, _ in all_files(folder) if _nbytes(path) != nbytes)
-    for at in bad - found.keys():
+    for at in bad - elsewhere.keys():
         place = folder.place(at)
         candidates = [leftover(place.path)]
         if place.path.is_relative_to(folder.root):
             candidates += [other / place.path.relative_to(folder.root).as_posix() for other in others]
         for path in candidates:
-            if path is not None and _has(folder, at, elsewhere := BlockPlace(path, place.offset, place.nbytes)):
-                found[at] = elsewhere
+            if path is not None and _has(folder, at, candidate := BlockPlace(path, place.offset, place.nbytes)):
+                elsewhere[at] = candidate
                 break
-    return Damage(folder, bad, found, frozenset(_too_many(folder, bad - found.keys())), lengths)
+    return Damage(folder, bad, elsewhere, frozenset(_too_many(folder, bad - elsewhere.keys())), lengths)
 
 
 def _scan(
     folder: ProtectedFolder, resources: Resources, count: Callable[[int], None]
 ) -> dict[BlockAddress, bytes | None]:
     """The blocks that are bad, each with the hash of what is in its place; None if that cannot be read."""
-    threads, stripes = local(), list(folder.stripes())
+    stripes = list(folder.stripes())
 
     def scan(first: int) -> list[tuple[BlockAddress, bytes | None]]:
-        if not hasattr(threads, "reader"):
-            threads.reader, threads.buffer = Reader(check=False), np.empty(BLOCK_NBYTES, np.uint8)
         wrong = []
         for group, stripe in stripes[first : first + _TOGETHER]:
             for at in folder.blocks_of(group, stripe):
                 place = folder.place(at)
-                digest = _hash(threads.reader, place, threads.buffer)
+                digest = _hash(threads.reader, place, threads.block)
                 if digest != folder.hash(at):
                     wrong.append((at, digest))
                 count(place.nbytes)
         return wrong
 
-    with ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+    with ThreadReaders(0) as threads, ThreadPoolExecutor(resources.workers, "ckpt") as pool:
         results = run_tasks(pool, scan, range(0, len(stripes), _TOGETHER), 2 * resources.workers)
         return {at: digest for wrong in results for at, digest in wrong}
 
@@ -211,10 +215,10 @@ class FoundBlocks(BlockSource):
 
     def is_lost(self, at: BlockAddress) -> bool:
         """Whether a block is known to be nowhere."""
-        return at in self._damage.bad and at not in self._damage.found
+        return at in self._damage.bad and at not in self._damage.elsewhere
 
     def fetch(self, at: BlockAddress, out: Array) -> bool:
-        place = self._damage.found.get(at)
+        place = self._damage.elsewhere.get(at)
         if place is None:
             return at not in self._damage.bad and super().fetch(at, out)
         try:

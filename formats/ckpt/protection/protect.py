@@ -7,12 +7,12 @@ of the stripes that are on the disk, so that an interrupted run goes on. One ren
 import json
 import os
 import shutil
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from threading import local
 from typing import Annotated
 
 import numpy as np
@@ -34,13 +34,12 @@ from ckpt_formats.core.errors import (
     OutputError,
     UnsupportedError,
 )
-from ckpt_formats.core.files import Reader
 from ckpt_formats.core.identity import Identity, check_unchanged
 from ckpt_formats.core.locking import lock, unwritable
 from ckpt_formats.core.own_folder import make_own
 from ckpt_formats.core.publish import exchange, flush, flush_all, rename_new
 from ckpt_formats.core.text import PARTIAL, printable
-from ckpt_formats.parity.blocks import ProtectedFolder, StripeBuffers, encode_stripe, parity_file, places_of
+from ckpt_formats.parity.blocks import ProtectedFolder, ThreadReaders, encode_stripe, parity_file, places_of
 from ckpt_formats.parity.manifest import (
     FOLDER,
     HASH_NBYTES,
@@ -346,91 +345,98 @@ class _Journal:
 
 def _encode(plan: ProtectPlan, journal: _Journal, resources: Resources, count: Callable[[int], None]) -> None:
     """Compute and write the parities of all stripes that are not noted."""
-    folder, threads = plan.folder, local()
-    manifest, parities = folder.manifest, folder.manifest.parities
+    folder, parities = plan.folder, plan.folder.manifest.parities
     stripes = list(folder.stripes())
-    nbytes = [sum(folder.place(at).nbytes for at in folder.blocks_of(*one)) for one in stripes]
+    starts = [bisect_left(stripes, (number, 0)) for number in range(len(folder.manifest.groups) + 1)]
+
+    def data_nbytes(number: int) -> int:
+        group, stripe = stripes[number]
+        own = folder.manifest.groups[group]
+        return sum(domain.block_nbytes(stripe) for domain in own.domains)
+
     for number in range(journal.done):
-        count(nbytes[number] - parities * manifest.groups[stripes[number][0]].stripe_nbytes[stripes[number][1]])
+        count(data_nbytes(number))
+    with (
+        ThreadReaders(parities, plan.identities) as threads,
+        ThreadPoolExecutor(resources.workers, "ckpt") as pool,
+    ):
+        for group, stop in enumerate(starts[1:]):
+            with _Outputs(folder, group) as outputs:
 
-    with _Outputs(folder) as outputs, ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+                def encode(number: int, outputs: _Outputs = outputs) -> int:
+                    group, stripe = stripes[number]
+                    sums = encode_stripe(folder, group, stripe, threads.reader, threads.buffers)
+                    outputs.write(folder.manifest.groups[group].starts[stripe], sums)
+                    count(data_nbytes(number))
+                    return number
 
-        def encode(number: int) -> int:
-            group, stripe = stripes[number]
-            if not hasattr(threads, "reader"):
-                threads.reader = Reader(identities=plan.identities)
-                threads.buffers = StripeBuffers(parities)
-            sums = encode_stripe(folder, group, stripe, threads.reader, threads.buffers)
-            start = manifest.groups[group].starts[stripe]
-            for parity, block in enumerate(sums):
-                outputs.write(group, parity, start, block)
-            count(nbytes[number] - sums.nbytes)
-            return number
-
-        finished, first, waiting = set[int](), journal.done, 0
-        for number in run_tasks(pool, encode, range(journal.done, len(stripes)), 2 * resources.workers):
-            finished.add(number)
-            waiting += nbytes[number]
-            while first in finished:
-                finished.remove(first)
-                first += 1
-            if waiting >= _JOURNAL_EVERY:
+                finished, first, waiting = set[int](), journal.done, 0
+                for number in run_tasks(pool, encode, range(journal.done, stop), 2 * resources.workers):
+                    finished.add(number)
+                    waiting += data_nbytes(number)
+                    while first in finished:
+                        finished.remove(first)
+                        first += 1
+                    if waiting >= _JOURNAL_EVERY:
+                        outputs.flush()
+                        journal.note(first)
+                        waiting = 0
                 outputs.flush()
                 journal.note(first)
-                waiting = 0
-        outputs.flush()
-        journal.note(first)
 
 
 class _Outputs:
-    """The files of parity that are written. Threads may share it."""
+    """The files with the parities of a group. Threads may share it."""
 
-    def __init__(self, folder: ProtectedFolder) -> None:
-        self._files: dict[tuple[int, int], int] = {}
-        for number, group in enumerate(folder.manifest.groups):
-            for parity, place in enumerate(folder.places):
-                path = parity_file(place, number)
-                self._files[number, parity] = file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                os.ftruncate(file, group.parity_nbytes)
+    def __init__(self, folder: ProtectedFolder, group: int) -> None:
+        self._files: list[int] = []
+        for place in folder.places:
+            file = os.open(parity_file(place, group), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._files.append(file)
+            os.ftruncate(file, folder.manifest.groups[group].parity_nbytes)
 
-    def write(self, group: int, parity: int, offset: int, block: Array) -> None:
-        view = block.data
-        while view:
-            written = os.pwrite(self._files[group, parity], view, offset)
-            view, offset = view[written:], offset + written
+    def write(self, start: int, blocks: Array) -> None:
+        """Write the parities of a stripe, (m, n) uint8, from byte `start` on."""
+        for file, block in zip(self._files, blocks, strict=True):
+            view, offset = block.data, start
+            while view:
+                written = os.pwrite(file, view, offset)
+                view, offset = view[written:], offset + written
 
     def flush(self) -> None:
-        for file in self._files.values():
+        for file in self._files:
             os.fsync(file)
 
     def __enter__(self) -> "_Outputs":
         return self
 
     def __exit__(self, *error: object) -> None:
-        for file in self._files.values():
+        for file in self._files:
             os.close(file)
 
 
 def _publish(plan: ProtectPlan) -> None:
     """Write the copies of the manifest, and give all folders their names: last the one in the protected folder."""
     data = plan.folder.hashes.to_bytes()
-    works = [_work(base) for base in plan.bases]
-    for path in dict.fromkeys((*plan.folder.places, *works)):
+    *others, own = plan.bases
+    for path in dict.fromkeys((*plan.folder.places, *map(_work, plan.bases))):
         _write_whole(path / NAME, data)
     for name in (_PLAN, _JOURNAL):
-        (works[-1] / name).unlink(missing_ok=True)
-    for work, base in zip(works, plan.bases, strict=True):
-        work.chmod(0o755)
-        flush_all(work)
-        if base is not plan.bases[-1]:
-            with suppress(OSError):
-                base.rmdir()  # an empty one
-        if base is plan.bases[-1] and plan.overwrite and os.path.lexists(base):
-            exchange(work, base)
-            shutil.rmtree(work)
-        else:
-            rename_new(work, base)
+        (_work(own) / name).unlink(missing_ok=True)
+    for base in (*others, own):
+        _work(base).chmod(0o755)
+        flush_all(_work(base))
+    for base in others:
+        with suppress(OSError):
+            base.rmdir()  # an empty one
+        rename_new(_work(base), base)
         flush(base.parent)
+    if plan.overwrite and os.path.lexists(own):
+        exchange(_work(own), own)
+        shutil.rmtree(_work(own))
+    else:
+        rename_new(_work(own), own)
+    flush(own.parent)
 
 
 def _write_whole(path: Path, data: bytes) -> None:

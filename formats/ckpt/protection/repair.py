@@ -6,9 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import local
 
-import numpy as np
 import xxhash
 
 from ckpt.job import AnyProgress, count_to
@@ -27,19 +25,21 @@ from ckpt.protection.protect import REPAIRED, local_folder, locked
 from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import Checked, Count, LocalPath, StrPath, checked
 from ckpt_formats.core.errors import CkptError, CorruptError, OutputError, UnsafeError
-from ckpt_formats.core.files import Reader
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush
 from ckpt_formats.parity.blocks import (
     BlockAddress,
     ProtectedFolder,
     StripeBuffers,
+    ThreadReaders,
     find_parity,
     recover,
 )
-from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, NAME
+from ckpt_formats.parity.manifest import FOLDER, NAME
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.stores.location import source_path
+
+_FILES_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Repair(Checked):
     """The tensors with bytes in what cannot be repaired, if the headers of the checkpoint can be read."""
 
     @property
-    def lost(self) -> tuple[DamagedFile, ...]:
+    def unrepairable(self) -> tuple[DamagedFile, ...]:
         """The files that cannot be repaired."""
         return tuple(file for file in self.damaged if not file.is_repairable)
 
@@ -75,7 +75,7 @@ def repair(
     """Compare all files of a folder with the hashes of its parity, and write again those that are damaged or missing.
 
     Each block is compared with its hash before it is written, and again when it is; a file is renamed into place when
-    it is whole. What cannot be repaired is left as it is, and is in the result: `lost`.
+    it is whole. What cannot be repaired is left as it is, and is in the result: `unrepairable`.
 
     Args:
         path: The folder that `protect` was given.
@@ -114,9 +114,9 @@ def repair(
 
 def _tensors_in(root: Path, files: Sequence[DamagedFile]) -> tuple[str, ...]:
     """The parameters with bytes in ranges that are lost; none if the checkpoint cannot be opened."""
-    lost = {file.path.resolve(): file.lost for file in files if file.lost and not file.is_parity}
+    of_file = {file.path.resolve(): file.lost_ranges for file in files if file.lost_ranges and not file.is_parity}
     try:
-        checkpoint = open_checkpoint(root) if lost else None
+        checkpoint = open_checkpoint(root) if of_file else None
     except CkptError:
         return ()
     if checkpoint is None:
@@ -124,7 +124,7 @@ def _tensors_in(root: Path, files: Sequence[DamagedFile]) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for parameter, _, tensor in checkpoint.tensors():
         for blob in tensor.sources():
-            ranges = lost.get(blob.path.resolve(), ())
+            ranges = of_file.get(blob.path.resolve(), ())
             if any(start < blob.offset + blob.span and blob.offset < stop for start, stop in ranges):
                 names[parameter.name] = None
     return tuple(names)
@@ -141,13 +141,16 @@ def _write(damage: Damage, files: Sequence[DamagedFile], resources: Resources, c
     paths = [file.path for file in files if file.is_repairable]
     for path in paths:
         _make_parents(damage.folder, path)
-    leftovers = {place.path for place in damage.found.values()}
+    leftovers = {place.path for place in damage.elsewhere.values()}
     outputs: dict[Path, Path] = {}
     for path in paths:
         new = _repaired(path)
         # What an interrupted repair has left may be the only copy of a block: it stays until another one is whole.
         outputs[path] = _repaired(new) if new in leftovers else new
-    _fill(damage, outputs, lengths, resources, count)
+    # Files of which some are open together: a process may open so many.
+    for first in range(0, len(paths), _FILES_AT_ONCE):
+        some = {path: outputs[path] for path in paths[first : first + _FILES_AT_ONCE]}
+        _fill(damage, some, lengths, resources, count)
     for new in outputs.values():
         flush(new)
     for path, new in outputs.items():
@@ -175,8 +178,12 @@ def _fill(
     count: Callable[[int], None],
 ) -> None:
     """Write all blocks of the files, and compare what was written."""
-    folder, threads = damage.folder, local()
-    with ExitStack() as stack, ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+    folder = damage.folder
+    with (
+        ExitStack() as stack,
+        ThreadReaders(folder.manifest.parities) as threads,
+        ThreadPoolExecutor(resources.workers, "ckpt") as pool,
+    ):
         opened: dict[Path, int] = {}
         for path, new in outputs.items():
             new.unlink(missing_ok=True)  # a link would be written through
@@ -191,11 +198,8 @@ def _fill(
             wanted = [at for at in folder.blocks_of(*stripe) if folder.place(at).path in opened]
             if not wanted:
                 return
-            if not hasattr(threads, "source"):
-                threads.source = FoundBlocks(damage, Reader(check=False))
-                threads.buffers = StripeBuffers(folder.manifest.parities)
-                threads.block = np.empty(BLOCK_NBYTES, np.uint8)
-            for at, block in _blocks(damage, wanted, threads.source, threads.buffers, threads.block):
+            source = FoundBlocks(damage, threads.reader)
+            for at, block in _blocks(damage, wanted, source, threads.buffers, threads.block):
                 _put(folder, at, block, opened[folder.place(at).path])
 
         for _ in run_tasks(pool, fill, folder.stripes(), 2 * resources.workers):

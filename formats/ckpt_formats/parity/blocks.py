@@ -3,6 +3,8 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import local
+from typing import cast
 
 import numpy as np
 import xxhash
@@ -11,6 +13,7 @@ from ckpt_codecs.base import Array
 from ckpt_codecs.native.parity import add_products
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.identity import Identities
 from ckpt_formats.parity.code import parity_matrix, recovery_matrix
 from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, NAME, BlockHashes, Group, Manifest, read
 
@@ -152,6 +155,45 @@ class StripeBuffers:
         return sums
 
 
+class ThreadReaders:
+    """A reader and memory for each thread that asks. All readers are closed at the end of the context."""
+
+    def __init__(self, rows: int, identities: Identities | None = None) -> None:
+        """`rows`: of sums. `identities`: of the files that may not change meanwhile."""
+        self._rows, self._identities = rows, identities
+        self._local = local()
+        self._opened: list[Reader] = []
+
+    def __enter__(self) -> "ThreadReaders":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for reader in self._opened:
+            reader.close()
+
+    @property
+    def reader(self) -> Reader:
+        """The reader of this thread."""
+        if not hasattr(self._local, "reader"):
+            self._local.reader = Reader(check=False, identities=self._identities)
+            self._opened.append(self._local.reader)
+        return cast(Reader, self._local.reader)
+
+    @property
+    def buffers(self) -> StripeBuffers:
+        """The memory of this thread for blocks of a stripe."""
+        if not hasattr(self._local, "buffers"):
+            self._local.buffers = StripeBuffers(self._rows)
+        return cast(StripeBuffers, self._local.buffers)
+
+    @property
+    def block(self) -> Array:
+        """The memory of this thread for one more block."""
+        if not hasattr(self._local, "block"):
+            self._local.block = np.empty(BLOCK_NBYTES, np.uint8)
+        return cast(Array, self._local.block)
+
+
 def read_block(reader: Reader, place: BlockPlace, out: Array) -> bytes:
     """Fill `out`, (n,) uint8, with a block and zeros after it. Return its hash. Raises `CkptError` as `Reader`."""
     reader.read_into(place.path, place.offset, out.data[: place.nbytes])
@@ -194,11 +236,11 @@ class BlockSource:
 
 
 def recover(
-    source: BlockSource, wanted: Sequence[BlockAddress], lost: Collection[BlockAddress], buffers: StripeBuffers
+    source: BlockSource, wanted: Sequence[BlockAddress], missing: Collection[BlockAddress], buffers: StripeBuffers
 ) -> Array:
     """Compute blocks of one stripe from its others: (wanted, n) uint8, as long as the stripe.
 
-    `lost`: blocks that are known to be lost. What is read is compared with its hash, and so is the result.
+    `missing`: blocks that are known to be lost. What is read is compared with its hash, and so is the result.
     The result is valid until `buffers` are used again.
 
     Raises:
@@ -207,7 +249,7 @@ def recover(
     """
     folder, number, stripe = source.folder, wanted[0].group, wanted[0].stripe
     group = folder.manifest.groups[number]
-    bad = {at.column for at in (*lost, *wanted)}
+    bad = {at.column for at in (*missing, *wanted)}
     while True:
         columns = range(len(group.domains) + group.parities)
         present = [column for column in columns if column not in bad][: len(group.domains)]

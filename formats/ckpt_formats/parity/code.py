@@ -30,14 +30,14 @@ def recovery_matrix(data: int, parities: int, present: Sequence[int], wanted: Se
     """
     generator = np.concatenate([np.eye(data, dtype=np.uint8), parity_matrix(data, parities)])
     known = [block for block in present if block < data]
-    lost = sorted(set(range(data)) - set(known))
+    missing = sorted(set(range(data)) - set(known))
     rows = generator[[block for block in present if block >= data]]
     # A row of parity is the sum over known data and over lost data: what is lost follows from the difference.
-    solved = inverse(rows[:, lost])
-    of_lost = np.concatenate([multiply(solved, rows[:, known]), solved], axis=1)
+    solved = inverse(rows[:, missing])
+    of_missing = np.concatenate([multiply(solved, rows[:, known]), solved], axis=1)
     whole = np.zeros((data, data), np.uint8)
     whole[known, range(len(known))] = 1
-    whole[lost] = of_lost
+    whole[missing] = of_missing
     return multiply(generator[list(wanted)], whole)
 
 

@@ -257,6 +257,8 @@ def _manifest(fields: dict[str, Any], where: Path) -> Manifest:
 
 
 def _file(name: str, nbytes: int, where: Path) -> ProtectedFile:
+    if not isinstance(name, str):
+        raise TypeError("a file has a text for its name")
     check_names([name], where)
     return ProtectedFile(name, _number(nbytes, 0, MAX_INTEGER))
 
@@ -270,6 +272,6 @@ def check_names(names: Sequence[str], where: Path) -> None:
 
 
 def _number(value: int, least: int, most: int) -> int:
-    if isinstance(value, bool) or not least <= int(value) <= most:
-        raise ValueError(f"{value} is not from {least} to {most}")
-    return int(value)
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{value!r:.40} is no integer from {least} to {most}")
+    return value

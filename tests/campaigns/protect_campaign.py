@@ -1,0 +1,267 @@
+"""Damage protected folders, kill what writes parity and what repairs, and compare all bytes afterwards.
+
+`patterns` loses all sets of blocks of small codes, `damage` files of random folders: removed, torn, flipped, exchanged,
+lengthened, up to what parity replaces and beyond. No file may ever have other bytes than the original or the damaged
+ones, and what cannot be repaired must be named. `kills` ends protect and repair in front of each change to the file
+system: parity is absent or whole, each file is damaged as before or whole, and the next run finishes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+import ckpt as library
+from ckpt.protection.damage import find_damage
+from ckpt_formats.parity.blocks import find_parity
+from ckpt_formats.parity.code import multiply, parity_matrix, recovery_matrix
+from ckpt_formats.parity.manifest import FOLDER
+from killing import killed, points
+from run import Round, alternated
+
+RESOURCES = library.Resources(workers=2)
+MAX_BLOCKS, MAX_PARITIES = 12, 4
+_LENGTHS = (0, 1, 17, 5000, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 2_500_000)
+"""Lengths of files: around those of blocks."""
+_ODDS = (1, 2, 6, 12, 1, 2, 2, 1)
+
+
+def patterns(data: int, parities: int, nbytes: int = 33) -> int:
+    """Lose every set of blocks that a code replaces, and compare what is computed. Returns how many sets."""
+    generator = np.random.default_rng(data * 100 + parities)
+    blocks = generator.integers(0, 256, (data, nbytes), np.uint8)
+    blocks = np.concatenate([blocks, multiply(parity_matrix(data, parities), blocks)])
+    everything, seen = set(range(data + parities)), 0
+    for count in range(1, parities + 1):
+        for lost in itertools.combinations(range(data + parities), count):
+            present = sorted(everything - set(lost))[:data]
+            computed = multiply(recovery_matrix(data, parities, present, lost), blocks[present])
+            assert np.array_equal(computed, blocks[list(lost)]), f"{data} + {parities} without {lost}"
+            seen += 1
+    return seen
+
+
+def codes() -> Iterator[tuple[int, int]]:
+    """All codes with up to MAX_BLOCKS blocks, of which up to MAX_PARITIES are parities."""
+    for parities in range(1, MAX_PARITIES + 1):
+        for data in range(1, MAX_BLOCKS - parities + 1):
+            yield data, parities
+
+
+Contents = Mapping[str, bytes]
+
+
+def contents_of(root: Path) -> dict[str, bytes]:
+    """All files below a folder by name, those of parity too."""
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def fill(root: Path, contents: Contents) -> None:
+    """Make a folder that has these files, and no others."""
+    shutil.rmtree(root, ignore_errors=True)
+    for name, data in contents.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+
+
+def make_contents(generator: random.Random) -> dict[str, bytes]:
+    """Files of several lengths, some in folders."""
+    return {
+        f"{generator.choice(('', '', 'a/', 'a/b/'))}file-{number}": generator.randbytes(
+            generator.choices(_LENGTHS, _ODDS)[0]
+        )
+        for number in range(generator.randint(2, 9))
+    }
+
+
+def harm(root: Path, generator: random.Random) -> set[str]:
+    """Damage one file, or exchange two. Returns their names."""
+    names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*")) if path.is_file()]
+    path = root / generator.choice(names)
+    data, way = path.read_bytes(), generator.randrange(6)
+    if way == 0:
+        path.unlink()
+    elif way == 1:
+        path.write_bytes(data[: generator.randrange(len(data) + 1)])
+    elif way == 2:
+        path.write_bytes(data + generator.randbytes(generator.randint(1, 3000)))
+    elif way == 3 and data:
+        flipped = bytearray(data)
+        for _ in range(generator.choice((1, 1, 3))):
+            flipped[generator.randrange(len(flipped))] ^= 1 << generator.randrange(8)
+        path.write_bytes(flipped)
+    elif way == 4 and data:
+        start = generator.randrange(len(data))
+        path.write_bytes(data[:start] + bytes(min(len(data) - start, 4096)) + data[start + 4096 :])
+    else:
+        other = root / generator.choice(names)
+        other_data = other.read_bytes()
+        path.write_bytes(other_data)
+        other.write_bytes(data)
+        return {path.relative_to(root).as_posix(), other.relative_to(root).as_posix()}
+    return {path.relative_to(root).as_posix()}
+
+
+class DamagedFolders:
+    """Protected folders that are damaged again and again, and repaired."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._root, self._generator = folder / "protected", random.Random(seed)
+        self._whole: Contents = {}
+        self._lose, self._left = 0, 0
+
+    def round(self) -> Counter[str]:
+        """Damage some files, repair, and compare: all bytes, or what is named as lost."""
+        generator, root = self._generator, self._root
+        if not self._left:
+            self._left, self._lose = 25, generator.choice((1, 2, 2, 3, 4))
+            contents = make_contents(generator)
+            if not any(contents.values()):
+                contents["more"] = b"more"
+            fill(root, contents)
+            library.protect(root, self._lose, by=generator.choice(("file", "file", "folder")), resources=RESOURCES)
+            self._whole = contents_of(root)
+        self._left -= 1
+        for _ in range(generator.randint(1, self._lose + 1)):
+            harm(root, generator)
+        before = contents_of(root)
+        try:
+            result = library.repair(root, resources=RESOURCES)
+        except library.CkptError:
+            self._left = 0
+            copies = [name for name in self._whole if name.endswith("/manifest")]
+            assert all(before.get(name) != self._whole[name] for name in copies), "a copy of the manifest is whole"
+            assert contents_of(root) == before
+            return Counter({"no manifest": 1})
+        after, lost = contents_of(root), {one.path.relative_to(root).as_posix() for one in result.unrepairable}
+        for name, data in self._whole.items():
+            assert after.get(name) == (before.get(name) if name in lost else data), name
+        assert set(after) | lost == set(self._whole) | (set(before) & set(after)), sorted(after)
+        again = library.repair(root, dry_run=True, resources=RESOURCES)
+        assert {one.path for one in again.damaged} == {one.path for one in result.unrepairable}
+        if not lost:
+            return Counter({"repaired": bool(result.damaged), "unharmed": not result.damaged})
+        other = root.with_name("other")
+        fill(other, self._whole)
+        assert not library.repair(root, others=[other], resources=RESOURCES).unrepairable
+        assert contents_of(root) == self._whole
+        return Counter({"lost and named": 1})
+
+
+def damage(folder: Path, seed: int) -> Iterator[Round]:
+    """Yield damaged folders without end."""
+    yield from alternated({"damage": DamagedFolders(folder, seed).round})
+
+
+def all_patterns(folder: Path, seed: int) -> Iterator[Round]:
+    """Yield all sets of lost blocks of all small codes, and then again."""
+    yield from alternated({f"{k} + {m}": partial(_counted, k, m) for k, m in codes()})
+
+
+def _counted(data: int, parities: int) -> dict[str, int]:
+    return {"sets of blocks": patterns(data, parities)}
+
+
+class Kills:
+    """A folder that is protected or repaired, and killed meanwhile."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._root, self._other = folder / "run", folder / "elsewhere"
+        self._generator = random.Random(seed)
+        generator = random.Random(seed)
+        self._contents = {f"{above}f{n}": generator.randbytes(n * 700_001) for n in range(4) for above in ("", "a/")}
+        self._protected: Contents = {}
+        self._done: dict[bool, tuple[int, Contents]] = {}
+        """Whether parity is elsewhere: how many changes to the file system `protect` makes, and all files then."""
+
+    def _protect(self, elsewhere: bool) -> None:
+        into = [self._other / "x", self._other / "y"] if elsewhere else []
+        library.protect(self._root, 2, into=into, resources=RESOURCES)
+
+    def _fresh(self) -> None:
+        fill(self._root, self._contents)
+        shutil.rmtree(self._other, ignore_errors=True)
+        self._other.mkdir()
+
+    def protect(self) -> Counter[str]:
+        """Kill `protect`, perhaps again; then finish."""
+        elsewhere, generator = self._generator.random() < 0.3, self._generator
+        work = partial(self._protect, elsewhere)
+        if elsewhere not in self._done:
+            self._fresh()
+            self._done[elsewhere] = points(work, self._root.parent), contents_of(self._root.parent)
+        count, whole = self._done[elsewhere]
+        self._fresh()
+        seen: Counter[str] = Counter()
+        for _ in range(generator.choice((1, 1, 2))):
+            if os.path.lexists(self._root / FOLDER):
+                break
+            killed(work, self._root.parent, generator.randrange(count))
+            assert {name: (self._root / name).read_bytes() for name in self._contents} == self._contents
+            if os.path.lexists(self._root / FOLDER):
+                assert find_damage(find_parity(self._root), RESOURCES).is_whole
+                seen["whole"] += 1
+            else:
+                seen["absent"] += 1
+        if not os.path.lexists(self._root / FOLDER):
+            self._protect(elsewhere)
+        after = contents_of(self._root.parent)
+        after.pop("run/.ckpt-parity.lock", None)
+        assert after == whole
+        return seen
+
+    def repair(self) -> Counter[str]:
+        """Damage, kill `repair`, perhaps again; then finish."""
+        generator = self._generator
+        if not self._protected:
+            self._fresh()
+            self._protect(False)
+            self._protected = contents_of(self._root)
+        whole = self._protected
+        fill(self._root, whole)
+        for name in generator.sample(sorted(name for name in whole if not name.endswith("manifest")), 2):
+            path = self._root / name
+            if generator.random() < 0.5:
+                path.unlink()
+            else:
+                path.write_bytes(path.read_bytes()[:-5] + b"torn")
+        first, second = generator.sample(sorted(self._contents), 2)
+        if generator.random() < 0.5 and all((self._root / name).is_file() for name in (first, second)):
+            # Blocks of exchanged files are found by their hashes; but these files are also among those that are lost.
+            one, two = (self._root / first).read_bytes(), (self._root / second).read_bytes()
+            (self._root / first).write_bytes(two)
+            (self._root / second).write_bytes(one)
+        damaged = contents_of(self._root)
+        work = partial(library.repair, self._root, resources=RESOURCES)
+        count = points(work, self._root)
+        expected = contents_of(self._root)
+        fill(self._root, damaged)
+        seen: Counter[str] = Counter()
+        for _ in range(generator.choice((1, 1, 2))):
+            killed(work, self._root, generator.randrange(count))
+            for name, data in whole.items():
+                path = self._root / name
+                now = path.read_bytes() if path.is_file() else None
+                assert now in (data, damaged.get(name)), name
+                seen["whole" if now == data else "damaged"] += 1
+        library.repair(self._root, resources=RESOURCES)
+        after = contents_of(self._root)
+        after.pop(".ckpt-parity.lock", None)
+        assert after == expected
+        return seen
+
+
+def kills(folder: Path, seed: int) -> Iterator[Round]:
+    """Yield kills of protect and of repair, in turn."""
+    protecting, repairing = Kills(folder / "p", seed), Kills(folder / "r", seed)
+    for one in ("p", "r"):
+        (folder / one).mkdir()
+    yield from alternated({"protect": protecting.protect, "repair": repairing.repair})

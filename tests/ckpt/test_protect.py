@@ -1,0 +1,247 @@
+"""Files that are lost, torn, flipped or exchanged are repaired by parity, bit for bit, or named."""
+
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from pyeclib.ec_iface import ECDriver
+
+import ckpt
+from ckpt.pipeline import Resources
+from ckpt_formats.parity import manifest
+from ckpt_formats.parity.code import multiply, parity_matrix
+from damage import BROKEN, NOT_FOUND, SAMPLES
+from damage import ckpt as command
+from effort import TIMES
+from protect_campaign import DamagedFolders, Kills, codes, contents_of, fill, patterns
+
+ZERO1 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
+TWO = Resources(workers=2)
+_HEADER_NBYTES = 80
+"""What liberasurecode writes before the bytes of each fragment."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A DeepSpeed run with parity for two files."""
+    shutil.copytree(ZERO1, tmp_path / "run")
+    ckpt.protect(tmp_path / "run", 2, resources=TWO)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(("data", "parities"), [(1, 1), (4, 2), (8, 2), (8, 4), (20, 3), (28, 4)])
+def test_parity_has_the_bytes_of_isa_l_and_each_repairs_what_the_other_encoded(data: int, parities: int) -> None:
+    blocks = np.random.default_rng(data).integers(0, 256, (data, 512), np.uint8)
+    parity = multiply(parity_matrix(data, parities), blocks)
+    isa_l = ECDriver(k=data, m=parities, ec_type="isa_l_rs_cauchy")
+    fragments = isa_l.encode(blocks.tobytes())
+    assert [one[_HEADER_NBYTES:] for one in fragments] == [row.tobytes() for row in (*blocks, *parity)]
+
+    own = [one[:_HEADER_NBYTES] + row.tobytes() for one, row in zip(fragments, (*blocks, *parity), strict=True)]
+    assert isa_l.decode(own[parities:] if data >= parities else own[-data:]) == blocks.tobytes()
+
+
+@pytest.mark.slow
+def test_all_sets_of_blocks_that_small_codes_replace_are_computed() -> None:
+    sets = sum(math.comb(k + m, lost) for k, m in codes() for lost in range(1, m + 1))
+    assert sum(itertools.starmap(patterns, codes())) == sets
+
+
+@pytest.mark.slow
+def test_damaged_folders_are_repaired_or_named(tmp_path: Path) -> None:
+    """A sample of `run.py parity_damage`."""
+    folders, seen = DamagedFolders(tmp_path, random.randrange(1 << 32) if TIMES > 1 else 3), []
+    for _ in range(60 * TIMES):
+        seen += folders.round()
+    assert {"repaired", "lost and named"} <= set(seen)
+
+
+@pytest.mark.slow
+def test_kills_leave_parity_absent_or_whole_and_files_damaged_or_whole(tmp_path: Path) -> None:
+    """A sample of `run.py parity_kills`."""
+    for name in ("protect", "repair"):
+        (tmp_path / name).mkdir()
+        kills = Kills(tmp_path / name, 5)
+        for _ in range(3 * TIMES):
+            assert getattr(kills, name)()
+
+
+def test_parity_is_as_large_as_stated_and_the_manifest_has_the_hash_of_each_block(tmp_path: Path) -> None:
+    root, large = tmp_path / "run", (1 << 20) + 5
+    fill(root, {f"rank-{rank}": os.urandom(large) for rank in range(4)})
+    done = ckpt.protect(root, 2, resources=TWO)
+    assert (done.nbytes, done.parity_nbytes, done.domains) == (4 * large, 2 * large, 4)
+    parity = [root / ".ckpt-parity" / str(j) / "group-000" for j in range(2)]
+    assert [path.stat().st_size for path in parity] == [large, large]
+
+    # The specification of the file in docs/protect.md, read by other code.
+    data = (root / ".ckpt-parity" / "manifest").read_bytes()
+    assert data[:8] == b"ckptpar1"
+    assert data[-16:] == xxhash.xxh3_128_digest(data[:-16])
+    (length,) = struct.unpack("<Q", data[8:16])
+    header, hashes = json.loads(data[16 : 16 + length]), data[16 + length : -16]
+    ((*domains,),) = header["groups"]
+    files = [root / name for _, ((name, _),) in domains] + parity
+    blocks = [file.read_bytes()[at : at + (1 << 20)] for file in files for at in (0, 1 << 20)]
+    assert hashes == b"".join(map(xxhash.xxh3_128_digest, blocks))
+    assert done.manifest_nbytes == 3 * len(data)
+
+
+def test_lost_files_of_a_run_are_repaired_and_the_run_verifies(run: Path) -> None:
+    whole = contents_of(run)
+    lost = [next(run.rglob("*rank_0_*optim*")), next(run.rglob("mp_rank*"))]
+    for path in lost:
+        path.unlink()
+    tried = command("repair", run, "--dry-run")
+    assert tried.code == 0
+    assert "2 of 2 files" in tried.out
+    assert not lost[0].exists()
+    assert command("repair", run).code == 0
+    assert contents_of(run) == whole
+    assert command("verify", run).code == 0
+
+
+def test_what_is_lost_beyond_parity_is_named_and_taken_from_another_copy(run: Path) -> None:
+    whole = contents_of(run)
+    for path in [*run.rglob("*.pt")]:
+        path.write_bytes(path.read_bytes()[:-100] + bytes(100))
+    done = command("repair", run, "--json")
+    assert done.code == BROKEN
+    assert len(json.loads(done.out)["unrepairable"]) == 3
+    assert "LOST: 3 files" in command("repair", run).out
+    assert command("repair", run, "--from", ZERO1).code == 0
+    assert contents_of(run) == whole
+
+
+def test_tensors_of_lost_ranges_are_named(tmp_path: Path) -> None:
+    shutil.copytree(SAMPLES / "transformers-5.23-trainer", tmp_path / "hf")
+    ckpt.protect(tmp_path / "hf", 1, resources=TWO)
+    model = tmp_path / "hf" / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-3] + b"abc")
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    result = ckpt.repair(tmp_path / "hf", resources=TWO)
+    assert len(result.unrepairable) == 2
+    assert result.lost_tensors
+
+
+def test_files_of_a_node_are_one_domain(tmp_path: Path) -> None:
+    contents = {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": os.urandom(900) for rank in range(6)}
+    fill(tmp_path / "run", {**contents, "mp_rank_00_model_states.pt": b"model", "latest": b"step"})
+    done = ckpt.protect(tmp_path / "run", 1, by="node:2", resources=TWO)
+    assert done.domains == 3
+    whole = contents_of(tmp_path / "run")
+    for rank in (2, 3):
+        (tmp_path / "run" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").unlink()
+    assert not ckpt.repair(tmp_path / "run", resources=TWO).unrepairable
+    assert contents_of(tmp_path / "run") == whole
+
+
+def test_a_table_states_domains_and_a_file_that_it_leaves_out_is_named(tmp_path: Path) -> None:
+    fill(tmp_path / "run", {"a0": b"1", "a1": b"2", "b0": b"3"})
+    (tmp_path / "table").write_text("# hosts\nfirst a*\n")
+    refused = command("protect", tmp_path / "run", "--domains", tmp_path / "table")
+    assert (refused.code, "b0" in refused.err) == (2, True)
+    (tmp_path / "table").write_text("first a*\nsecond *\n")
+    assert ckpt.protect(tmp_path / "run", 1, domains=tmp_path / "table").domains == 2
+
+
+def test_parity_elsewhere_repairs_a_folder_that_is_lost_as_a_whole_but_for_one_file(tmp_path: Path) -> None:
+    root, places = tmp_path / "run", [tmp_path / "a", tmp_path / "b"]
+    fill(root, {f"rank-{rank}": os.urandom(5000 + rank) for rank in range(3)})
+    ckpt.protect(root, 2, into=places, resources=TWO)
+    whole = contents_of(root)
+    fill(root, {"rank-1": whole["rank-1"]})
+    places = [path.rename(path.with_name(f"moved-{path.name}")) for path in places]
+    assert command("repair", root, "--parity", places[0], "--parity", places[1]).code == 0
+    assert contents_of(root) == whole
+
+
+def test_more_domains_than_a_code_has_are_in_groups_of_which_each_may_lose_some(tmp_path: Path) -> None:
+    fill(tmp_path / "run", {f"rank-{rank:03}": bytes([rank % 251]) * 40 for rank in range(300)})
+    assert ckpt.protect(tmp_path / "run", 1, resources=TWO).groups == 2
+    whole = contents_of(tmp_path / "run")
+    for rank in (10, 11):  # neighbours, so of different groups
+        (tmp_path / "run" / f"rank-{rank:03}").unlink()
+    assert not ckpt.repair(tmp_path / "run", resources=TWO).unrepairable
+    assert contents_of(tmp_path / "run") == whole
+
+
+def test_protect_refuses_parity_that_is_there_and_replaces_it_if_asked(run: Path) -> None:
+    refused = command("protect", run)
+    assert refused.code == 30
+    assert "--overwrite" in refused.err
+    (run / "more").write_bytes(b"more")
+    assert command("protect", run, "--lose", 1, "--overwrite").code == 0
+    assert sorted(path.name for path in run.iterdir()) == sorted(
+        [*(one.name for one in ZERO1.iterdir()), "more", ".ckpt-parity"]
+    )
+    (run / "more").unlink()
+    assert not ckpt.repair(run, resources=TWO).unrepairable
+    assert (run / "more").read_bytes() == b"more"
+
+
+def test_protect_and_repair_refuse_what_they_cannot_do(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    for arguments, code, text in [
+        (("protect", tmp_path / "empty"), NOT_FOUND, "no file with content"),
+        (("protect", tmp_path / "file"), NOT_FOUND, "folder of the checkpoint"),
+        (("protect", "s3://bucket/key"), 22, "ckpt copy"),
+        (("protect", ZERO1, "--by", "rack"), 2, "node:N"),
+        (("protect", ZERO1, "--into", ZERO1), 2, "--into"),
+        (("repair", ZERO1), NOT_FOUND, "ckpt protect"),
+    ]:
+        done = command(*arguments)
+        assert (done.code, text in done.err) == (code, True), done.err
+
+
+def test_hostile_manifests_are_refused_before_anything_is_written(run: Path) -> None:
+    path = run / ".ckpt-parity" / "manifest"
+    for copy in (run / ".ckpt-parity").glob("?/manifest"):
+        copy.unlink()
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[8:16])
+    header, hashes = json.loads(data[16 : 16 + length]), data[16 + length : -16]
+
+    def forged(change: object) -> bytes:
+        text = json.dumps({**header, **change}).encode() if isinstance(change, dict) else bytes(change)  # type: ignore[arg-type]
+        body = b"ckptpar1" + struct.pack("<Q", len(text)) + text + hashes
+        return body + xxhash.xxh3_128_digest(body)
+
+    def groups(name: object, nbytes: object) -> dict[str, object]:
+        return {"groups": [[["domain", [[name, nbytes]]]]]}
+
+    for change in [
+        b"", b"[]", b"{}", {"version": 2}, {"block": 1 << 10}, {"parities": 0}, {"parities": 255}, {"parities": "2"},
+        {"groups": []}, {"groups": [[]]}, {"groups": None}, groups("../x", 5), groups("/etc/x", 5),
+        groups("a/../../x", 5), groups(".ckpt-parity/x", 5), groups("", 5), groups("a\0b", 5), groups("x", 1 << 61),
+        groups("x", -1), groups("x", "5"), groups("x" * 5000, 5), groups(7, 5),
+    ]:  # fmt: skip
+        path.write_bytes(forged(change))
+        done = command("repair", run)
+        assert done.code in (BROKEN, 21, 22), (change, done.out, done.err)
+    for cut in (0, 7, 20, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:cut])
+        with pytest.raises(ckpt.CkptError):
+            manifest.read(path)
+    path.write_bytes(data)
+    assert command("repair", run).code == 0
+
+
+def test_no_file_is_written_through_a_link_to_a_folder(run: Path, tmp_path: Path) -> None:
+    (step,) = run.glob("global_step*")
+    outside = step.rename(tmp_path / "outside")
+    lost = next(outside.glob("mp_rank*"))
+    lost.unlink()
+    step.symlink_to(outside)
+    done = command("repair", run)
+    assert done.code == 21
+    assert not lost.exists()
