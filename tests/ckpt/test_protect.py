@@ -109,7 +109,7 @@ def test_lost_files_of_a_run_are_repaired_and_the_run_verifies(run: Path) -> Non
     assert command("verify", run).code == 0
 
 
-def test_what_is_lost_beyond_parity_is_named_and_taken_from_another_copy(run: Path) -> None:
+def test_damage_beyond_parity_is_named_and_taken_from_another_copy(run: Path) -> None:
     whole = contents_of(run)
     for path in [*run.rglob("*.pt")]:
         path.write_bytes(path.read_bytes()[:-100] + bytes(100))
@@ -164,7 +164,7 @@ def test_parity_elsewhere_repairs_a_folder_that_is_lost_as_a_whole_but_for_one_f
     assert contents_of(root) == whole
 
 
-def test_more_domains_than_a_code_has_are_in_groups_of_which_each_may_lose_some(tmp_path: Path) -> None:
+def test_domains_beyond_a_code_are_in_groups_of_which_each_may_lose_some(tmp_path: Path) -> None:
     fill(tmp_path / "run", {f"rank-{rank:03}": bytes([rank % 251]) * 40 for rank in range(300)})
     assert ckpt.protect(tmp_path / "run", 1, resources=TWO).groups == 2
     whole = contents_of(tmp_path / "run")

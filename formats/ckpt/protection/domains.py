@@ -9,7 +9,7 @@ from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.text import printable
 from ckpt_formats.parity.code import MAX_BLOCKS
-from ckpt_formats.parity.manifest import Domain, Group, ProtectedFile
+from ckpt_formats.parity.manifest import Domain, DomainGroup, ProtectedFile
 
 MAX_TABLE = 1 << 20
 BY = "file, folder, or node:N with the number of ranks of a node"
@@ -37,10 +37,10 @@ def domains_of(files: Sequence[ProtectedFile], by: str, table: Path | None) -> t
     return _together((f"node {_rank(file.name) // int(match[1])}", file) for file in files)
 
 
-def groups_of(domains: Sequence[Domain], parities: int) -> tuple[Group, ...]:
+def groups_of(domains: Sequence[Domain], parities: int) -> tuple[DomainGroup, ...]:
     """Groups that a code can have. Neighbours, which may be lost together, are in different groups."""
     count = -(-len(domains) // (MAX_BLOCKS - parities))
-    return tuple(Group(tuple(domains[number::count]), parities) for number in range(count))
+    return tuple(DomainGroup(tuple(domains[number::count]), parities) for number in range(count))
 
 
 def _rank(name: str) -> int:

@@ -45,7 +45,7 @@ from ckpt_formats.parity.manifest import (
     HASH_NBYTES,
     NAME,
     BlockHashes,
-    Manifest,
+    ParityManifest,
     ProtectedFile,
     check_names,
     read,
@@ -149,7 +149,7 @@ def plan_protect(
         )
     own = domains_of(files, by, domains)
     kind = "table" if domains is not None else by
-    manifest = Manifest(groups_of(own, lose), lose, kind, tuple(map(str, elsewhere)))
+    manifest = ParityManifest(groups_of(own, lose), lose, kind, tuple(map(str, elsewhere)))
     work = tuple(_work(one) for one in elsewhere or (root / FOLDER,))
     folder = ProtectedFolder(root, places_of(root, work, lose), BlockHashes.empty(manifest))
     return ProtectPlan(folder, elsewhere, identities, overwrite)

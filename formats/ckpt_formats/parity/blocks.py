@@ -15,7 +15,7 @@ from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, N
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.parity.code import parity_matrix, recovery_matrix
-from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, NAME, BlockHashes, Group, Manifest, read
+from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, NAME, BlockHashes, DomainGroup, ParityManifest, read
 
 BLOCKS_AT_ONCE = 16
 """Blocks of a stripe that are in memory together: a thread needs so many and the parities, whatever the group is."""
@@ -49,7 +49,7 @@ class ProtectedFolder:
     hashes: BlockHashes
 
     @property
-    def manifest(self) -> Manifest:
+    def manifest(self) -> ParityManifest:
         return self.hashes.manifest
 
     def place(self, at: BlockAddress) -> BlockPlace:
@@ -271,7 +271,7 @@ def recover(
 
 def _combine(
     source: BlockSource,
-    group: Group,
+    group: DomainGroup,
     number: int,
     stripe: int,
     present: Sequence[int],

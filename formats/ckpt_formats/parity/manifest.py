@@ -71,7 +71,7 @@ class Domain:
 
 
 @dataclass(frozen=True)
-class Group:
+class DomainGroup:
     """Domains whose blocks have parities together."""
 
     domains: tuple[Domain, ...]
@@ -106,10 +106,10 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ParityManifest:
     """What is protected, without hashes."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[DomainGroup, ...]
     parities: int
     """How many domains of a group may be lost."""
     by: str
@@ -159,12 +159,12 @@ class Manifest:
 class BlockHashes:
     """The hash of each block: of each group, those of all domains, then of all parities, each stripe by stripe."""
 
-    manifest: Manifest
+    manifest: ParityManifest
     table: Array
     """(blocks, 16) uint8, in the order of the manifest: XXH3-128, the highest byte first."""
 
     @classmethod
-    def empty(cls, manifest: Manifest) -> "BlockHashes":
+    def empty(cls, manifest: ParityManifest) -> "BlockHashes":
         return cls(manifest, np.zeros((manifest.block_count, HASH_NBYTES), np.uint8))
 
     @cached_property
@@ -235,10 +235,10 @@ def read(path: Path) -> BlockHashes:
     return parse(data, path)
 
 
-def _manifest(fields: dict[str, Any], where: Path) -> Manifest:
+def _manifest(fields: dict[str, Any], where: Path) -> ParityManifest:
     parities = _number(fields["parities"], 1, MAX_BLOCKS - 1)
     groups = tuple(
-        Group(
+        DomainGroup(
             tuple(
                 Domain(str(name), tuple(_file(file, nbytes, where) for file, nbytes in files))
                 for name, files in domains
@@ -249,7 +249,7 @@ def _manifest(fields: dict[str, Any], where: Path) -> Manifest:
     )
     for group in groups:
         _number(len(group.domains), 1, MAX_BLOCKS - parities)
-    manifest = Manifest(groups, parities, str(fields["by"]), tuple(map(str, fields["elsewhere"])))
+    manifest = ParityManifest(groups, parities, str(fields["by"]), tuple(map(str, fields["elsewhere"])))
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
         raise CorruptError("the manifest of parity names a file twice", where=where)
