@@ -1,8 +1,8 @@
 """How fast parity is computed and files are repaired: `python benchmarks/protect.py [--folder FOLDER] [--mib 64]`.
 
-First the kernel on blocks in memory, one core, beside ISA-L as `pyeclib` has it (if it is installed); then `protect` and
-`repair` of files in FOLDER, by CPU seconds and by the clock; then `convert` with `--protect 2` and without, in turn.
-Rates are of data, of 8 blocks or files with 2 parities.
+First the kernel on blocks in memory, one core, beside ISA-L as `pyeclib` has it (if it is installed); then `protect`
+and `repair` of files in FOLDER, by CPU seconds and by the clock; with `--convert CHECKPOINT`, also `convert` with
+`--protect 2` and without, in turn. Rates are of data, of 8 blocks or files with 2 parities.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 import ckpt
+from ckpt_codecs.base import Array
 from ckpt_codecs.native.parity import add_products, has_gfni
 from ckpt_formats.parity.code import parity_matrix, recovery_matrix
 
@@ -38,6 +40,12 @@ def fastest(work: Callable[[], object]) -> float:
     return min(seconds)
 
 
+def add_each(matrix: Array, stripes: list[Array], sums: Array, gfni: bool) -> None:
+    """Call the kernel for each stripe."""
+    for one in stripes:
+        add_products(matrix, one, sums, gfni)
+
+
 def kernels(mib: int) -> None:
     """Encode, and compute two blocks of data that are lost, in memory."""
     nbytes = mib << 20
@@ -47,7 +55,7 @@ def kernels(mib: int) -> None:
     stripes = [np.ascontiguousarray(blocks[:, at : at + (1 << 20)]) for at in range(0, blocks.shape[1], 1 << 20)]
     for name, matrix in (("encode", encode), ("repair", repair)):
         for gfni in (False, True) if has_gfni() else (False,):
-            seconds = fastest(lambda: [add_products(matrix, one, sums, gfni) for one in stripes])
+            seconds = fastest(partial(add_each, matrix, stripes, sums, gfni))
             print(f"{name}, kernel{', GFNI' if gfni else ''}: {nbytes / seconds / 1e9:.1f} GB/s")
     try:
         from pyeclib.ec_iface import ECDriver
