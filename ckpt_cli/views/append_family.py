@@ -71,7 +71,7 @@ def show_plan(chain: Path, source: Checkpoint, options: AppendOptions, resources
     raw, stored = costs["raw_nbytes"], costs["stored_nbytes"]
     sizes = f"about {format_nbytes(stored)} for {format_nbytes(raw)}, {times(raw, stored)}"
     click.echo(printable(f"{chain}: {planned.name}, {kind}, {sizes}"))
-    if planned.nearest is not None:
+    if planned.nearest is not None and planned.nearest.candidates:
         rows = [_row(one) for one in planned.nearest.candidates]
         rows.append(("(in full)", "", "", "", format_nbytes(planned.nearest.alone_nbytes)))
         columns.show(columns.table(("parent", "in common", "bits differ", "deltas", "about"), rows, right=(1, 2, 3, 4)))

@@ -40,7 +40,7 @@ from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.members import member_at
-from damage import ckpt
+from damage import SAMPLES, ckpt
 from effort import examples
 from held import STORABLE, array, bits, checkpoint, contents, everything, folder, parameter, plain
 from training import save_run
@@ -593,3 +593,16 @@ def test_a_delta_refuses_a_parent_that_is_no_universal_checkpoint(tmp_path: Path
     assert parent_folder(open_checkpoint(tmp_path / "parent")) == tmp_path / "parent"
     with pytest.raises(UnsupportedError, match="a delta's parent is a universal checkpoint or a chain"):
         parent_folder(values)
+
+
+@pytest.mark.slow
+def test_a_delta_names_the_step_that_it_was_given(tmp_path: Path) -> None:
+    ran = ckpt(
+        "diff", f"{SAMPLES / 'universal-1-delta'}@10", f"{SAMPLES / 'universal-1-delta'}@12", "-o", tmp_path / "d"
+    )
+    assert ran.code == 0
+    assert contents(open_checkpoint(tmp_path / "d")) == contents(open_checkpoint(SAMPLES / "universal-1-delta@12"))
+    run = SAMPLES / "recorded-1/run.chain"
+    with pytest.raises(UnsupportedError, match="this one is computed from a log"):
+        parent_folder(open_checkpoint(run.with_name("run.chain@5")))
+    assert parent_folder(open_checkpoint(run.with_name("run.chain@3"))).name == "step-0000000003"

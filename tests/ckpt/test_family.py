@@ -194,6 +194,8 @@ def test_commands_choose_show_and_restore_models(tmp_path: Path) -> None:
     assert ckpt("restore", f"{run}@math", tmp_path / "again.safetensors").code == 0
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "math.safetensors").read_bytes()
     assert "different: 4 of 4 tensors" in ckpt("diff", f"{run}@math", f"{run}@code").out
+    assert ckpt("diff", f"{run}@base", tmp_path / "math.safetensors", "-o", tmp_path / "delta", "--step", 1).code == 0
+    assert contents(open_checkpoint(tmp_path / "delta")) == contents(model(MATH))
     assert ckpt("verify", run, "--quick").code == 0
     for code, words, arguments in (
         (NOT_FOUND, "the path names none of them", ("restore", run, tmp_path / "x")),

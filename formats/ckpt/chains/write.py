@@ -37,6 +37,7 @@ from ckpt_formats.universal.error_figures import worst
 from ckpt_formats.universal.manifest import Manifest, Parent
 from ckpt_formats.universal.member_format import ChainMember
 from ckpt_formats.universal.shared_packs import shared_packs
+from ckpt_formats.universal.stored import StoredSeals
 from ckpt_formats.universal.unchanged import EarlierMember
 
 
@@ -126,10 +127,21 @@ class AppendResult(Checked):
 
 
 def parent_folder(checkpoint: Checkpoint) -> Path:
-    """The folder that a delta can name as its parent. Raises `UnsupportedError` if the checkpoint has no content id."""
+    """The folder that a delta can name as its parent: of a state of a chain, that of its member.
+
+    Raises `UnsupportedError` if the checkpoint has no content id.
+    """
     path = checkpoint.path
     if (path / chain_file.NAME).is_file():
-        return path / chain_file.load(path / chain_file.NAME).members[-1].folder
+        if isinstance(checkpoint.seals, StoredSeals):
+            folder, stated = checkpoint.seals.checkpoints[-1]
+            if stated.origin.step == checkpoint.origin.step:  # else it is computed from this one
+                return folder
+        raise UnsupportedError(
+            "a delta's parent is a stored state of a chain, and this one is computed from a log, or published",
+            where=path,
+            hint="Name a stored state, which `ckpt log` lists; or write this one first: `ckpt restore`.",
+        )
     if not (path / manifest.NAME).is_file():
         raise UnsupportedError(
             "a delta's parent is a universal checkpoint or a chain, and this is neither",
