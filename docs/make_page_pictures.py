@@ -91,6 +91,7 @@ def main() -> None:
             # Nothing is at its path, from which a format would be told.
             "inspect": samples.inspect(llama()).replace('"format":"shadow"', '"format":"deepspeed"'),
             "diff": samples.diff(*pair()),
+            "stats": samples.stats(replace(pair()[1], path=Path("run/global_step1200"))),
             "log": chain_log.page_of(Path("run.chain"), fields),
             "plan": samples.plan(),
         }
@@ -99,6 +100,7 @@ def main() -> None:
         for name, width, height, scheme in (
             ("inspect", 1180, 820, "light"),
             ("diff", 1180, 820, "light"),
+            ("stats", 1180, 820, "light"),
             ("log", 1180, 820, "dark"),
             ("plan", 1180, 820, "light"),
             ("inspect", 390, 780, "dark"),

@@ -23,6 +23,7 @@ function head() {
     tile("elements", percent(share), `${integer(total.changed)} of ${integer(total.elements)} changed`, share),
   ];
   for (const row of facts.states.slice(0, 4)) {
+    if (row.changed && row.relative === null) continue; // a sum with NaN or infinity is none
     const said = row.changed ? `relative change; cosine ${cosine(row.cosine)}` : "every bit is the same";
     tiles.push(tile(labelOf(row.state), number(row.relative), said));
   }

@@ -212,9 +212,8 @@ head();
 by("sizes").hidden = !members.length;
 by("sizes-note").textContent = `${isDense ? "The largest states of each column of the picture; bases are dots" : "A bar for each state"}${segments.length ? "; below them, the steps that the log of gradients has" : ""}.`;
 by("sizes-legend").append(...[["base", "base"], ["delta", "delta"], ...(segments.length ? [["segment", "log of gradients"]] : [])].map(([look, text]) => el("span", {}, el("i", { class: `swatch ${look}`, "aria-hidden": "true" }), text)));
-by("errors").hidden = !members.length;
-by("errors-note").textContent = approximateStates ? `Measured when a state was stored, on a logarithmic axis. ${isDense ? "The band has all errors of a column of the picture, the line is their geometric mean." : "States without a point are exact."}` : "Every state is exact: there are no errors.";
-by("error").parentElement.hidden = !approximateStates;
+by("errors").hidden = !approximateStates;
+by("errors-note").textContent = `Measured when a state was stored, on a logarithmic axis. ${isDense ? "The band has all errors of a column of the picture, the line is their geometric mean." : "States without a point are exact."}`;
 by("errors-legend").append(...states.map((state, i) => el("span", {}, el("i", { class: `swatch e${Math.min(i, 5)}`, "aria-hidden": "true" }), named(state, 60))));
 if (members.length) {
   const redraw = fitted(by("sizes-chart"), (wide) => sizesChart(wide, 280));

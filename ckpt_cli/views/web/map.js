@@ -110,10 +110,13 @@ function layerNumbers(layers, left, width, y) {
 /** A page that stands for a hundred thousand things would stand still. */
 
 function outside(cells, scale, measure, beside) {
-  const chips = cells.slice(0, MOST).map((cell) => el("button", {
-    type: "button", class: `chip${isPicked(keyOf(cell.layer, cell.role)) ? " picked" : ""}`, "aria-label": spoken(cell), "data-cell": keyOf(cell.layer, cell.role),
-    onclick: () => pick(cell), ...tipping(() => tipOf(cell)),
-  }, el("i", { class: `swatch ${paint(cell, scale, measure)}` }), el("span", { class: "mono" }, el("bdi", { dir: "ltr" }, shown(fullName(cell)) || "(no name)"))));
+  const chips = cells.slice(0, MOST).map((cell) => {
+    const inside = inCell(cell, scale, measure);
+    return el("button", {
+      type: "button", class: `chip${isPicked(keyOf(cell.layer, cell.role)) ? " picked" : ""}`, "aria-label": spoken(cell), "data-cell": keyOf(cell.layer, cell.role),
+      ...(inside ? { "data-figure": inside.value } : {}), onclick: () => pick(cell), ...tipping(() => tipOf(cell)),
+    }, el("i", { class: `swatch ${paint(cell, scale, measure)}` }), el("span", { class: "mono" }, el("bdi", { dir: "ltr" }, shown(fullName(cell)) || "(no name)")));
+  });
   return el("div", { id: "outside" }, beside ? el("h3", {}, "Outside the layers") : null, el("div", { id: "chips" }, ...chips), rest(cells.length));
 }
 

@@ -38,8 +38,8 @@ function head() {
     + (facts.step === null ? "." : ` of step ${facts.step}.`) + (strange ? ` ${plural(hit, "tensor has", "tensors have")} some that are not finite.` : "");
   by("facts-of").append(el("li", {}, named(facts.path, 400)), ...facts.notices.map((notice) => el("li", { class: "warn" }, named(notice))));
   by("tiles").append(
-    tile("NaN", integer(total.nan), "values"), tile("infinite", integer(total.infinite), "values"),
-    tile("zero", percent(zerosOf(total)), `${integer(total.zero)} values`, zerosOf(total) || 0),
+    tile("NaN", integer(total.nan), total.nan === 1 ? "value" : "values"), tile("infinite", integer(total.infinite), total.infinite === 1 ? "value" : "values"),
+    tile("zero", percent(zerosOf(total)), plural(total.zero, "value"), zerosOf(total) || 0),
     ...facts.states.slice(0, 4).map((row) => tile(labelOf(row.state), number(row.norm), `norm; from ${number(row.min)} to ${number(row.max)}`)),
   );
 }
