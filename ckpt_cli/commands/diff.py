@@ -1,4 +1,4 @@
-"""`ckpt diff`: what changed between two checkpoints."""
+"""`ckpt diff`: what changed between two checkpoints, or from one to each of several."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,22 +9,28 @@ from ckpt_cli.options.source import source
 
 if TYPE_CHECKING:
     from ckpt.pipeline import Execution
+    from ckpt_cli.options.report import ReportOptions
     from ckpt_formats.core.checkpoint import Checkpoint
 
 
 @command("diff")
 @report_options
 @delta_file
-@source("first", "second")
+@source("checkpoints", several="FIRST SECOND...")
 @resources(writes=False)
 def diff(
-    first: "Checkpoint", second: "Checkpoint", report: Any, delta: Any, resources: "Execution", as_json: bool
+    checkpoints: "tuple[Checkpoint, ...]",
+    report: "ReportOptions",
+    delta: Any,
+    resources: "Execution",
+    as_json: bool,
 ) -> None:
     import click
 
-    from ckpt_cli.views import append, diff
+    from ckpt_cli.views import append, diff, diff_table
 
+    is_table = report.is_table(len(checkpoints), delta is not None, as_json)
     if delta is not None:
-        append.write_delta(first, second, delta, resources, as_json)
-    elif not diff.show(first, second, report, resources, as_json):
+        append.write_delta(checkpoints[0], checkpoints[1], delta, resources, as_json)
+    elif not (diff_table if is_table else diff).show(checkpoints, report, resources, as_json):
         click.get_current_context().exit(1)

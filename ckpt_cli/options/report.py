@@ -26,6 +26,21 @@ class ReportOptions:
     by: tuple[str, ...]
     top: int
     html: str | None
+    table: bool
+    csv: str | None
+
+    def is_table(self, count: int, writes_delta: bool, as_json: bool) -> bool:
+        """Whether so many checkpoints are shown as a table. Raises `UsageError` if that is not possible."""
+        if count < 2:
+            raise click.UsageError("a comparison needs two checkpoints or more, or a chain of several states.")
+        is_table = self.table or self.csv is not None or count > 2
+        if is_table and self.html is not None:
+            raise click.UsageError("--html shows two checkpoints: give two, without --table and --csv.")
+        if count > 2 and writes_delta:
+            raise click.UsageError("-o writes the delta of two checkpoints: give two.")
+        if self.csv == "-" and as_json:
+            raise click.UsageError("--csv - and --json both print on standard output: give one of them.")
+        return is_table
 
 
 def report_options(command: F) -> F:
@@ -60,7 +75,7 @@ def report_options(command: F) -> F:
             ),
             click.option(
                 "--by",
-                type=click.Choice(["layer", "role", "state", "kind"]),
+                type=click.Choice(["layer", "role", "state", "kind", "tensor"]),
                 multiple=True,
                 help="Also show sums over tensors. Given twice: by both together.",
             ),
@@ -68,6 +83,18 @@ def report_options(command: F) -> F:
                 "--top", type=click.IntRange(0), default=20, show_default=True, help="Rows to show; 0 shows all."
             ),
             html,
+            click.option(
+                "--table",
+                is_flag=True,
+                help="A row for each checkpoint against the first; with --by, one for each group and the figure of "
+                "--sort. Implied by more than two.",
+            ),
+            click.option(
+                "--csv",
+                type=click.Path(dir_okay=False, allow_dash=True),
+                metavar="FILE",
+                help="Write all figures of the table as CSV; - is standard output.",
+            ),
             group="Report",
         ),
     )

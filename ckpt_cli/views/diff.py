@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ckpt.compare import Selection, diff_selected, select_both
+from ckpt.compare import Selection, diff_selected, mastered_names, select_both
 from ckpt.compare.result import Diff, TensorDiff, grouped
 from ckpt.compare.sums import DiffSums
 from ckpt.compare.to_json import facts, totals
@@ -16,9 +16,9 @@ from ckpt_cli.options.report import ReportOptions
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import page
 from ckpt_cli.views.report import conclude, data
-from ckpt_formats.core.checkpoint import Checkpoint, Opened
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Opened
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import format_share, printable
 
 SORTS: dict[str, Callable[[TensorDiff], Any]] = {
     "relative": lambda pair: -(pair.sums.relative or 0.0),
@@ -40,17 +40,12 @@ _PAGE_GROUPS = {
 """The groups by their names in the page's script."""
 
 
-def show(
-    first: Checkpoint,
-    second: Checkpoint,
-    options: ReportOptions,
-    resources: Resources,
-    as_json: bool,
-) -> bool:
-    """Compare with a progress bar, and show what differs. Returns whether both are the same."""
+def show(checkpoints: Sequence[Checkpoint], options: ReportOptions, resources: Resources, as_json: bool) -> bool:
+    """Compare two with a progress bar, and show what differs. Returns whether both are the same."""
+    first, second = checkpoints
     if options.html:
         page.check_place(Path(options.html), "diff")
-    if _opened(first) == _opened(second):
+    if opened_path(first).resolve() == opened_path(second).resolve():
         notes.note("FIRST and SECOND are the same path", weight=Weight.UNSURE)
     a, b = select_both(first, second, Selection(options.only, options.skip, extras=not options.tensors_only))
     with progress_bar("comparing") as progress:
@@ -72,20 +67,25 @@ def page_of(first: Checkpoint, second: Checkpoint, diff: Diff) -> str:
 
 
 def _page_facts(first: Checkpoint, second: Checkpoint, diff: Diff) -> dict[str, Any]:
-    """The fields of `--json`, and the groups that the page draws. Single tensors have no histogram."""
+    """The fields of `--json`, and the groups that the page draws, but for histograms of single tensors, and values."""
     fields = facts(first, second, diff)
     for row in fields["tensors"]:
         del row["histogram"]
+    fields["values"] = [value["text"] for value in fields["values"]]
     return fields | {name: totals(diff, by) for name, by in _PAGE_GROUPS.items()}
 
 
-def _opened(checkpoint: Checkpoint) -> Path:
+def opened_path(checkpoint: Checkpoint) -> Path:
     """The path under which it was opened: of a state of a chain, with its step."""
-    return next((edit.path for edit in checkpoint.history if isinstance(edit, Opened)), checkpoint.path).resolve()
+    return next((edit.path for edit in checkpoint.history if isinstance(edit, Opened)), checkpoint.path)
 
 
 def as_text(first: Checkpoint, second: Checkpoint, result: Diff, sort: str, by: Sequence[str], top: int) -> None:
-    """Print tensors that are not in both, the most changed tensors, and a summary."""
+    """Print sums over states, tensors that are not in both, the most changed tensors, weights first, and a summary."""
+    states = grouped(result.compared, ["state"])
+    if not result.same and len(states) > 1 and tuple(by) != ("state",):
+        _groups(states, "name", ["state"], 0)
+        click.echo()
     unpaired = [pair for pair in result.pairs if pair.kind in ("missing", "added", "reshaped")]
     for pair in unpaired[:top] if top else unpaired:
         click.echo(f"{pair.kind:>9}  {printable(pair.name)} {printable(pair.state)}  {printable(pair.what)}")
@@ -93,7 +93,7 @@ def as_text(first: Checkpoint, second: Checkpoint, result: Diff, sort: str, by: 
         click.echo(f"{'':>9}  and {len(unpaired) - top} more that are not on both sides")
     differing = sorted(
         (pair for pair in result.compared if pair.kind != "equal"),
-        key=lambda pair: (not pair.sums.not_finite, SORTS[sort](pair)),
+        key=lambda pair: (not pair.sums.not_finite, pair.state not in (MASTER, MODEL), SORTS[sort](pair)),
     )
     if differing:
         click.echo(_HEAD)
@@ -103,16 +103,17 @@ def as_text(first: Checkpoint, second: Checkpoint, result: Diff, sort: str, by: 
     if top and len(differing) > top:
         click.echo(f"{'':>9} and {len(differing) - top} more (--top 0 shows all)")
     if by and differing:
+        click.echo()
         _groups(grouped(result.compared, by), sort, by, top)
     for value in result.values[:_MAX_VALUES]:
-        click.echo(printable(value))
+        click.echo(printable(str(value)))
     if len(result.values) > _MAX_VALUES:
         click.echo(f"and {len(result.values) - _MAX_VALUES} more values")
     conclude(_summary(first, second, result, unpaired))
 
 
 def _groups(groups: list[tuple[tuple[str, ...], DiffSums]], sort: str, by: Sequence[str], top: int) -> None:
-    click.echo(f"\nby {' and '.join(by)}\n{_HEAD}")
+    click.echo(f"by {' and '.join(by)}\n{_HEAD}")
     groups.sort(
         key=lambda row: (not row[1].not_finite, SORTS[sort](TensorDiff(" ".join(row[0]), "", "changed", "", row[1])))
     )
@@ -122,13 +123,24 @@ def _groups(groups: list[tuple[tuple[str, ...], DiffSums]], sort: str, by: Seque
         click.echo(f"{'':>9} and {len(groups) - top} more (--top 0 shows all)")
 
 
-def note_differences(first: Checkpoint, second: Checkpoint, result: Diff) -> None:
-    """Note what the user should know of the comparison."""
+def note_differences(
+    first: Checkpoint, second: Checkpoint, result: Diff, names: tuple[str, str] = ("the first", "the second")
+) -> None:
+    """Note what the user should know of the comparison. `names`: how the two are called."""
     if result.pairs and not result.compared:
         notes.note("no tensor is in both; are their names those of different libraries?", weight=Weight.UNSURE)
-    for which, checkpoint in (("first", first), ("second", second)):
+    for which, checkpoint in zip(names, (first, second), strict=True):
         if checkpoint.errors:
-            notes.note(f"{len(checkpoint.errors)} states of the {which} are approximate: they were coded with loss")
+            notes.note(f"{len(checkpoint.errors)} states of {which} are approximate: they were coded with loss")
+    masters = [mastered_names(one) for one in (first, second)]
+    compared = {pair.name for pair in result.compared if pair.state == MASTER}
+    for number, which in enumerate(names):
+        alone = (masters[number] - masters[1 - number]) & compared
+        if alone:
+            text = (
+                f"the masters of {which} are compared with the weights (model) of {names[1 - number]}, without masters"
+            )
+            notes.note(Notice(text, tuple(sorted(alone))))
     codes = tuple(dict.fromkeys(pair.name for pair in result.compared if pair.sums.codes))
     if codes:
         notes.note(Notice("codes and scales of quantised weights: only their bits are compared", codes))
@@ -151,11 +163,17 @@ def _summary(first: Checkpoint, second: Checkpoint, result: Diff, unpaired: Sequ
     )
 
 
-def _row(sums: DiffSums) -> str:
-    share = f"{100 * sums.changed / sums.elements:.4g} %" if sums.elements else "-"
+def figures(sums: DiffSums) -> tuple[str, str, str, str, str]:
+    """The share of changed elements, largest and root mean square difference, relative difference, and cosine."""
+    share = format_share(sums.changed, sums.elements)
     if not sums.is_measured:
-        strange = f"  ({sums.not_finite:,} not finite)" if sums.not_finite else ""
-        return f"{share:>9} {'-':>9} {'-':>9} {'-':>9} {'-':>10}{strange}"
+        return share, "-", "-", "-", "-"
     cosine = "-" if sums.cosine is None else f"{sums.cosine:.7f}"
     relative = "-" if sums.relative is None else f"{sums.relative:.3g}"
-    return f"{share:>9} {sums.largest:>9.3g} {sums.rms:>9.3g} {relative:>9} {cosine:>10}"
+    return share, f"{sums.largest:.3g}", f"{sums.rms:.3g}", relative, cosine
+
+
+def _row(sums: DiffSums) -> str:
+    share, largest, rms, relative, cosine = figures(sums)
+    strange = f"  ({sums.not_finite:,} not finite)" if sums.not_finite else ""
+    return f"{share:>9} {largest:>9} {rms:>9} {relative:>9} {cosine:>10}{strange}"

@@ -18,7 +18,7 @@ from ckpt_cli.views.chain_log import times
 from ckpt_cli.views.shadow import stopped_by_signals
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import ReadOptions
-from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.core.text import format_nbytes, format_share, printable
 from ckpt_formats.universal.published.records import read_signing_key
 
 
@@ -114,7 +114,7 @@ def _show(result: PublishedCheckpoint, as_json: bool) -> None:
         report.conclude(f"{where} of epoch {result.epoch} is published with this state: nothing was written")
         return
     raw, stored = result.raw_nbytes, result.stored_nbytes
-    share = f"{result.changed / max(result.values, 1):.2%} of the values changed, " if result.kind == "delta" else ""
+    share = f"{format_share(result.changed, result.values)} of the values changed, " if result.kind == "delta" else ""
     report.conclude(
         f"{where} of epoch {result.epoch}, {result.kind}, {share}{format_nbytes(stored)} for {format_nbytes(raw)}, "
         f"{times(raw, stored)} ({result.seconds:.1f} s)"

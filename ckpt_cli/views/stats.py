@@ -17,7 +17,7 @@ from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import columns, page
 from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import format_share, printable
 
 _SCRIPTS = ("listing", "histograms", "states", "stats")
 _PAGE_GROUPS: dict[str, Grouping] = {"roles": "role", "layers": "layer", "states": "state"}
@@ -80,7 +80,7 @@ def _table(result: Stats, by: Grouping, top: int) -> None:
 
 def _cells(figures: Figures) -> tuple[str, ...]:
     numbers = (figures.least, figures.greatest, figures.mean, figures.norm)
-    zeros = f"{100 * figures.zeros / figures.values:.3g} %" if figures.values else "-"
+    zeros = format_share(figures.zeros, figures.values)
     counts = (f"{figures.values:,}", f"{figures.nans:,}", f"{figures.infinities:,}", zeros)
     return (*counts, *("-" if number is None else f"{number:.4g}" for number in numbers))
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ckpt.chains.trials import Evaluation
     from ckpt.chains.write import DeltaPolicy
     from ckpt.combine import average, convert_lora, ema_weights, merge, merge_lora, resize
-    from ckpt.compare import diff
+    from ckpt.compare import diff, diff_each
     from ckpt.compare.fitting import check
     from ckpt.compare.statistics import stats
     from ckpt.copying.copy import Copy, copy
@@ -69,7 +69,7 @@ _NAMES = {
         "merge_lora",
         "resize",
     ),
-    "ckpt.compare": ("diff",),
+    "ckpt.compare": ("diff", "diff_each"),
     "ckpt.copying.copy": (
         "Copy",
         "copy",
@@ -171,6 +171,7 @@ __all__ = [
     "convert_lora",
     "copy",
     "diff",
+    "diff_each",
     "ema_weights",
     "errors",
     "ext",

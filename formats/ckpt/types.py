@@ -3,7 +3,7 @@
 from ckpt.chains.compact import CompactResult
 from ckpt.chains.trials import AcceptedStep, Trial
 from ckpt.chains.write import AppendResult
-from ckpt.compare import Diff, DiffSums, Histogram, TensorDiff
+from ckpt.compare import Diff, DiffSums, Histogram, TensorDiff, ValueDiff
 from ckpt.compare.fitting import Fit
 from ckpt.compare.fitting.fit import Reshaped, Retyped
 from ckpt.compare.statistics import Figures, Stats, TensorStats
@@ -109,5 +109,6 @@ __all__ = [
     "TensorStats",
     "Tip",
     "Trial",
+    "ValueDiff",
     "Verification",
 ]

@@ -137,7 +137,7 @@ def test_counters_options_and_extras_are_compared_however_they_are_kept() -> Non
     compared = of(version(3, 0.1, 1, 5), version(4, 0.2, 2, 6))
     assert not compared.same
     assert not compared.same_step
-    assert [value.partition(":")[0] for value in compared.values] == [
+    assert [str(value).partition(":")[0] for value in compared.values] == [
         "step of 1 parameters, such as `w`", "option of the optimizer for 1 parameters, lr", "extras/epoch",
     ]  # fmt: skip
     assert of(version(3, 0.1, 1, 5), version(4, 0.2, 2, 6), tensors_only=True).same
@@ -148,7 +148,12 @@ def test_other_numbers_of_a_parameter_and_schedulers_in_a_list_are_told() -> Non
         one = parameter("w", {"model": array(F32, (2,))}, step=3, decay=decay)
         return checkpoint([one], extras={"schedulers": [{"last": 1, "by": [1, 2]}, {"last": last, "by": [1, 2]}]})
 
-    assert of(version(0.1, 1), version(0.2, 2)).values == (
+    found = of(version(0.1, 1), version(0.2, 2)).values
+    assert [(one.kind, one.name, one.first, one.second, one.parameters) for one in found] == [
+        ("counter", "decay", 0.1, 0.2, ("w",)),
+        ("extra", "schedulers/1/last", 1, 2, ()),
+    ]
+    assert tuple(map(str, found)) == (
         "decay of 1 parameters, such as `w`: 0.1 -> 0.2",
         "extras/schedulers/1/last: 1 -> 2",
     )

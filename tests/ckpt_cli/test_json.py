@@ -51,7 +51,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 RUNS: dict[str, list[list[Any]]] = {
     "convert": [[ZERO1, "u"], [ZERO1, "x", "--dry-run"], ["b.safetensors", "c.safetensors", "--seal"]],
     "reshard": [[ZERO1, "r", "--dp", "1"], [ZERO1, "x", "--dp", "1", "--dry-run"]],
-    "inspect": [["u"], [TRAINER], ["run.chain@12"], ["recorded.chain"], [SAMPLES / "damaged"]],
+    "inspect": [["u"], [TRAINER], ["run.chain@12"], ["recorded.chain"], [SAMPLES / "damaged"],
+                ["u", "a.safetensors", "run.chain@12"]],
     "latest": [["run.chain"], [SAMPLES / "damaged"]],
     "verify": [["u"], ["run.chain"], ["recorded.chain"], ["published.chain"], ["--quick", "u"], ["u", "a.safetensors"],
                [SAMPLES / "damaged" / "flipped-bit"], [SAMPLES / "damaged" / "truncated-shard"]],
@@ -60,6 +61,7 @@ RUNS: dict[str, list[list[Any]]] = {
     "stats": [["a.safetensors"], ["run.chain@11", "--by", "role"], ["u", "--by", "state"]],
     "rules": [["u"], [SAMPLES / "megatron-0.16-tp2-pp2-dist"]],
     "diff": [["run.chain@10", "run.chain@11", "--by", "layer", "--by", "state"], ["u", ZERO1],
+             ["run.chain@10", "run.chain@11", "run.chain@12", "--by", "tensor"], ["u", ZERO1, "--table"],
              ["run.chain@11", "run.chain@12", "-o", "d"], ["run.chain@11", "run.chain@12", "-o", "e", "--dry-run"]],
     "append": [["new.chain", "run.chain@10"], ["new.chain", "run.chain@11", "--dry-run"],
                ["new.chain", "run.chain@13"], ["several.chain", "run.chain@10", "run.chain@11"],

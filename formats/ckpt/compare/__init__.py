@@ -5,9 +5,9 @@
 `fitting` compares a checkpoint with what a model expects, `statistics` measures the values of one checkpoint.
 """
 
-from ckpt.compare.checkpoints import Selection, diff, diff_selected, select_both
-from ckpt.compare.pairs import TensorPairs, compare, pair_tensors
-from ckpt.compare.result import Diff, TensorDiff
+from ckpt.compare.checkpoints import Selection, diff, diff_each, diff_selected, each_selected, select_both, select_each
+from ckpt.compare.pairs import TensorPairs, compare, mastered_names, pair_tensors
+from ckpt.compare.result import Diff, TensorDiff, ValueDiff
 from ckpt.compare.sums import DiffSums, Histogram, diff_sums
 
 __all__ = [
@@ -17,10 +17,15 @@ __all__ = [
     "Selection",
     "TensorDiff",
     "TensorPairs",
+    "ValueDiff",
     "compare",
     "diff",
+    "diff_each",
     "diff_selected",
     "diff_sums",
+    "each_selected",
+    "mastered_names",
     "pair_tensors",
     "select_both",
+    "select_each",
 ]

@@ -1,9 +1,9 @@
 """Compare two checkpoints: choose their parameters, pair the tensors, find what differs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpt.compare.pairs import compare, pair_tensors
+from ckpt.compare.pairs import compare_each, nbytes_of, pair_with_each
 from ckpt.compare.result import Diff, TensorDiff
 from ckpt.job import AnyProgress, count_to, load_kernels
 from ckpt.pipeline import Resources, check_complete
@@ -60,6 +60,27 @@ def diff(
     return diff_selected(a, b, states, tensors_only, resources or Resources.of_machine(), progress)
 
 
+@checked
+def diff_each(
+    first: Checkpoint,
+    others: Sequence[Checkpoint],
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    states: Sequence[str] = (),
+    *,
+    tensors_only: bool = False,
+    resources: Resources | None = None,
+    progress: AnyProgress | None = None,
+) -> list[Diff]:
+    """Everything by which each of several checkpoints differs from the first, which is read only once.
+
+    The arguments and errors are those of `diff`.
+    """
+    choice = Selection(tuple(only), tuple(skip), extras=not tensors_only)
+    baseline, *rest = select_each((first, *others), choice)
+    return each_selected(baseline, rest, states, tensors_only, resources or Resources.of_machine(), progress)
+
+
 def diff_selected(
     first: Checkpoint,
     second: Checkpoint,
@@ -73,31 +94,77 @@ def diff_selected(
 
     Without `figures`, of tensors whose bits are all equal only the elements are counted.
     """
-    for checkpoint in (first, second):
+    return each_selected(first, [second], states, tensors_only, resources, progress, figures)[0]
+
+
+def each_selected(
+    first: Checkpoint,
+    others: Sequence[Checkpoint],
+    states: Sequence[str],
+    tensors_only: bool,
+    resources: Resources,
+    progress: AnyProgress | None,
+    figures: bool = True,
+) -> list[Diff]:
+    """Everything by which each of several checkpoints that `select_each` returned differs from the first.
+
+    The first is read once for all others that store values as it does: those of quantised weights once more.
+    """
+    for checkpoint in (first, *others):
         check_complete(checkpoint)
-    dequantised: dict[str, str] = {}
+    plain = [_by_value(first, other) for other in others]
+    groups: dict[int, list[int]] = {}
+    for number, one in enumerate(plain):
+        groups.setdefault(id(one.first), []).append(number)
+    paired = [
+        pair_with_each(plain[numbers[0]].first, [plain[number].second for number in numbers], states)
+        for numbers in groups.values()
+    ]
+    if any(map(uses_codecs, (first, *others))):
+        load_kernels()
+    count = count_to(sum(nbytes_of(every) for every in paired), progress)
+    by_number: dict[int, Diff] = {}
+    for numbers, every in zip(groups.values(), paired, strict=True):
+        by_number |= zip(numbers, compare_each(every, resources, count, tensors_only, figures), strict=True)
+    for checkpoint in (first, *others):
+        check_unchanged(checkpoint.identities)
+    return [plain[number].named(by_number[number]) for number in range(len(others))]
+
+
+@dataclass(frozen=True, eq=False)
+class _ByValue:
+    """Two checkpoints, with plain values where the two quantise weights or states in different ways."""
+
+    first: Checkpoint
+    second: Checkpoint
+    weights: Mapping[str, str]
+    """The scheme of each weight that was dequantised."""
+    states: Mapping[tuple[str, str], str]
+    """The scheme of each state that was dequantised."""
+
+    def named(self, result: Diff) -> Diff:
+        """The result, in which pairs say that their values were dequantised."""
+        if not (self.weights or self.states):
+            return result
+        schemes = {p: self.states.get((p.name, p.state)) or self.weights.get(p.name) for p in result.pairs}
+        named = (pair if scheme is None else _with_scheme(pair, scheme) for pair, scheme in schemes.items())
+        return replace(result, pairs=tuple(named))
+
+
+def _by_value(first: Checkpoint, second: Checkpoint) -> _ByValue:
+    weights: dict[str, str] = {}
+    states: dict[tuple[str, str], str] = {}
     if quantised_weights(first) or quantised_weights(second):
         from ckpt_formats.core.quantised.plain import plain_where_they_differ  # other models need no codecs
 
-        first, second, dequantised = plain_where_they_differ(first, second)
-    of_states: dict[tuple[str, str], str] = {}
+        first, second, weights = plain_where_they_differ(first, second)
     if may_have_quantised_states(first) or may_have_quantised_states(second):
         from ckpt_formats.core.quantised.states import quantised_states, with_plain_states  # others need no codecs
 
         by_side = [quantised_states(one) for one in (first, second)]
         first, second = (with_plain_states(one, own) for one, own in zip((first, second), by_side, strict=True))
-        of_states = {(one.parameter, one.name): one.scheme for own in by_side for one in own if one.tensor is not None}
-    pairs = pair_tensors(first, second, states)
-    if uses_codecs(first) or uses_codecs(second):
-        load_kernels()
-    result = compare(pairs, resources, count_to(pairs.nbytes, progress), tensors_only, figures)
-    for checkpoint in (first, second):
-        check_unchanged(checkpoint.identities)
-    if dequantised or of_states:
-        schemes = {pair: of_states.get((pair.name, pair.state)) or dequantised.get(pair.name) for pair in result.pairs}
-        named = (pair if scheme is None else _with_scheme(pair, scheme) for pair, scheme in schemes.items())
-        result = replace(result, pairs=tuple(named))
-    return result
+        states = {(one.parameter, one.name): one.scheme for own in by_side for one in own if one.tensor is not None}
+    return _ByValue(first, second, weights, states)
 
 
 def _with_scheme(pair: TensorDiff, scheme: str) -> TensorDiff:
@@ -110,12 +177,18 @@ def select_both(first: Checkpoint, second: Checkpoint, choice: Selection) -> tup
 
     Raises `NoMatchError` for a pattern that matches in neither.
     """
-    names = first.parameters.keys() | first.aliases.keys() | second.parameters.keys() | second.aliases.keys()
+    a, b = select_each((first, second), choice)
+    return a, b
+
+
+def select_each(checkpoints: Sequence[Checkpoint], choice: Selection) -> list[Checkpoint]:
+    """The checkpoints with the parameters that are chosen. Raises `NoMatchError` for a pattern that matches in none."""
+    names = set[str]().union(*((*one.parameters, *one.aliases) for one in checkpoints))
     for pattern in (*choice.keep, *choice.drop):
         safe_pattern(pattern, "only or skip (--only, --skip)")
         if not any(search(pattern, name) for name in names):
             raise NoMatchError(f"no parameter matches `{printable(pattern)}`", hint="`ckpt inspect` lists their names.")
-    return _chosen(first, choice), _chosen(second, choice)
+    return [_chosen(one, choice) for one in checkpoints]
 
 
 def _chosen(source: Checkpoint, choice: Selection) -> Checkpoint:

@@ -3,11 +3,13 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ckpt.compare.sums import DiffSums
 from ckpt_formats.core.arguments import Checked
 from ckpt_formats.core.short_repr import short_repr
+from ckpt_formats.core.text import format_share
+from ckpt_formats.core.values import brief
 
 Kind = Literal["equal", "changed", "retyped", "reshaped", "missing", "added"]
 """`retyped`: of another element type, and compared by value. `missing` is in the first only, `added` in the second."""
@@ -31,12 +33,47 @@ class TensorDiff:
 
 
 @dataclass(frozen=True)
+class ValueDiff:
+    """A difference beside tensors: of a counter of parameters, an option of the optimizer, or an extra.
+
+    `str` of it is a sentence.
+    """
+
+    kind: Literal["counter", "option", "extra"]
+    name: str
+    """Such as `step`, `lr`, or the path of an extra: `schedulers/1/last`."""
+    first: Any
+    """The value in the first checkpoint, as typed JSON (see docs/format.md); None if it has none."""
+    second: Any
+    """The value in the second checkpoint."""
+    parameters: tuple[str, ...] = ()
+    """Of a counter or an option: the parameters whose values these are."""
+    only_in: Literal["first", "second"] | None = None
+    """Of an extra that one checkpoint has not: the one that has it."""
+
+    __repr__ = short_repr
+
+    def __str__(self) -> str:
+        count = len(self.parameters)
+        if self.kind == "counter":
+            head = f"{self.name} of {count} parameters, such as `{min(self.parameters)}`"
+        elif self.kind == "option":
+            head = f"option of the optimizer for {count} parameters, {self.name}"
+        else:
+            head = "/".join(("extras", self.name)).rstrip("/")
+        if self.only_in is not None:
+            value = self.first if self.only_in == "first" else self.second
+            return f"{head}: only in the {self.only_in}, {brief(value)}"
+        return f"{head}: {brief(self.first)} -> {brief(self.second)}"
+
+
+@dataclass(frozen=True)
 class Diff(Checked):
     """The pairs that were compared, and all other differences."""
 
     pairs: tuple[TensorDiff, ...]
-    values: tuple[str, ...] = ()
-    """Differences of numbers of parameters, options of groups, and extras, as text."""
+    values: tuple[ValueDiff, ...] = ()
+    """Differences of counters of parameters, options of groups, and extras."""
     same_step: bool = True
     tensors_only: bool = False
     """Only tensors were compared."""
@@ -65,6 +102,7 @@ GROUPINGS: dict[str, Callable[[TensorDiff], str]] = {
     "role": lambda pair: role_of(pair.name),
     "state": lambda pair: pair.state,
     "kind": lambda pair: pair.kind,
+    "tensor": lambda pair: pair.name,
 }
 
 _LAYER = re.compile(r"(.*?(?:^|\.)\d{1,9})(?:\.|$)", re.DOTALL)
@@ -126,14 +164,14 @@ def _as_html(diff: Diff) -> str:
         heads = ("tensor", "state", "kind", "what")
         parts.append(folded("Tensors that cannot be compared", table("", heads, unpaired, (0, 1, 2, 3))))
     if diff.values:
-        parts.append(folded("Other values", table("", ("value",), [(value,) for value in diff.values])))
+        parts.append(folded("Other values", table("", ("value",), [(str(value),) for value in diff.values])))
     if diff.same:
         return panel("The same, bit for bit", facts, *parts)
     return panel(f"{len(differing):,} of {len(compared):,} tensors differ", facts, *parts)
 
 
 def _figures(sums: DiffSums) -> tuple[str, str, str, str]:
-    share = f"{100 * sums.changed / sums.elements:.4g} %" if sums.elements else "-"
+    share = format_share(sums.changed, sums.elements)
     if not sums.is_measured:
         return share, f"{sums.not_finite:,} not finite" if sums.not_finite else "codes", "-", "-"
     relative = "-" if sums.relative is None else f"{sums.relative:.3g}"

@@ -53,6 +53,9 @@ class DiffSums:
     """Of the differences, without their signs."""
     codes: int = 0
     """Elements of quantised weights: codes and scales, whose numbers alone mean nothing."""
+    first_not_finite: int = 0
+    """Of the first tensor's elements alone; `second_not_finite` likewise."""
+    second_not_finite: int = 0
 
     def __add__(self, other: "DiffSums") -> "DiffSums":
         return DiffSums(
@@ -66,6 +69,8 @@ class DiffSums:
             self.not_finite + other.not_finite,
             self.histogram + other.histogram,
             self.codes + other.codes,
+            self.first_not_finite + other.first_not_finite,
+            self.second_not_finite + other.second_not_finite,
         )
 
     @property
@@ -122,19 +127,22 @@ def _sums_of(a: Array, b: Array, counts: Array) -> DiffSums:
     """All sums except the histogram. `counts`, (2048,) int64, is increased: the differences by their exponents."""
     x, y = _numbers(a), _numbers(b)
     changed = _unequal_bits(a, b) if a.dtype == b.dtype else _unequal_values(x, y)
-    finite = np.isfinite(x) & np.isfinite(y)
+    are_finite = np.isfinite(x), np.isfinite(y)
+    finite = are_finite[0] & are_finite[1]
     strange = x.size - int(np.count_nonzero(finite))
+    by_side = (0, 0)
     if strange:
+        by_side = (x.size - int(np.count_nonzero(are_finite[0])), x.size - int(np.count_nonzero(are_finite[1])))
         x, y = x[finite], y[finite]
     first = float(np.vdot(x, x).real)
     if not changed:
-        return DiffSums(a.size, 0, 0.0, 0.0, first, first, first, strange)
+        return DiffSums(a.size, 0, 0.0, 0.0, first, first, first, strange, Histogram(), 0, *by_side)
     off = np.abs(y - x)
     sums = float(np.vdot(off, off)), first, float(np.vdot(y, y).real), float(np.vdot(x, y).real)
     # A float64 that is not negative begins with its exponent.
     counts += np.bincount(off.view(np.int64) >> 52, minlength=_EXPONENTS)
     counts[0] -= off.size - np.count_nonzero(off)
-    return DiffSums(a.size, changed, float(off.max(initial=0.0)), *sums, strange)
+    return DiffSums(a.size, changed, float(off.max(initial=0.0)), *sums, strange, Histogram(), 0, *by_side)
 
 
 def _unequal_bits(a: Array, b: Array) -> int:

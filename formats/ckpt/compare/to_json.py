@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
-from ckpt.compare.result import Diff, TensorDiff, grouped, layer_of, role_of
+from ckpt.compare.result import Diff, TensorDiff, ValueDiff, grouped, layer_of, role_of
 from ckpt.compare.sums import DiffSums
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.values import brief
@@ -27,11 +27,24 @@ def facts(first: Checkpoint, second: Checkpoint, diff: Diff, by: Sequence[str] =
         "total": numbers(sum((pair.sums for pair in diff.compared), DiffSums())),
         "tensors": [_row(pair) for pair in diff.pairs],
         "tensors_only": diff.tensors_only,
-        "values": list(diff.values),
+        "values": list(map(value_facts, diff.values)),
     }
     if by:
         fields["groups"] = totals(diff, by)
     return fields
+
+
+def value_facts(value: ValueDiff) -> dict[str, Any]:
+    """A difference beside tensors."""
+    return {
+        "kind": value.kind,
+        "name": value.name,
+        "first": value.first,
+        "second": value.second,
+        "only_in": value.only_in,
+        "parameters": list(value.parameters),
+        "text": str(value),
+    }
 
 
 def totals(diff: Diff, by: Sequence[str]) -> list[dict[str, Any]]:
@@ -50,6 +63,8 @@ def numbers(sums: DiffSums) -> dict[str, Any]:
         "relative": _plain(sums.relative, sums),
         "cosine": _plain(sums.cosine, sums),
         "not_finite": sums.not_finite,
+        "first_not_finite": sums.first_not_finite,
+        "second_not_finite": sums.second_not_finite,
         "codes": sums.codes,
         "histogram": {"lowest": sums.histogram.lowest, "counts": list(sums.histogram.counts)},
     }

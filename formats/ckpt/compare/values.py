@@ -1,10 +1,12 @@
-"""Differences besides tensors: counters, options of the optimizer, extras. As text."""
+"""Differences besides tensors: counters, options of the optimizer, extras."""
 
+import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from ckpt.compare.result import ValueDiff
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import DType, is_float
@@ -12,7 +14,7 @@ from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.state_table import Places, TabulatedParameters
 from ckpt_formats.core.tensor import Array, read
-from ckpt_formats.core.values import Value, brief
+from ckpt_formats.core.values import Value
 
 _GAP = 1 << 12
 """Bytes between two numbers that are rather read than skipped."""
@@ -20,25 +22,38 @@ _READ = 4 << 20
 """Bytes that are read at once."""
 
 
-def values(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
-    """A line for each difference. A value of a parameter or group that only one of two engines stores is none."""
-    yield from _numbers(first, second)
+def values(first: Checkpoint, second: Checkpoint) -> Iterator[ValueDiff]:
+    """Every difference. A value of a parameter or group that only one of two engines stores is none."""
+    yield from _counters(first, second)
     yield from _options(first, second)
-    yield from _apart(encode(dict(first.extras)), encode(dict(second.extras)), "extras")
+    yield from _apart(encode(dict(first.extras)), encode(dict(second.extras)), ())
 
 
-def _numbers(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
+class _Together:
+    """Parameters whose values changed in the same way."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
+
+    def add(self, key: str, first: Any, second: Any, name: str) -> None:
+        one, other = (json.dumps(value, sort_keys=True) for value in (first, second))
+        self._names.setdefault((key, one, other), (first, second, []))[2].append(name)
+
+    def sorted(self, kind: Literal["counter", "option"]) -> Iterator[ValueDiff]:
+        for (key, _, _), (first, second, names) in sorted(self._names.items(), key=lambda item: item[0]):
+            yield ValueDiff(kind, key, first, second, tuple(names))
+
+
+def _counters(first: Checkpoint, second: Checkpoint) -> Iterator[ValueDiff]:
     """Differences of the numbers of parameters, such as their step counts."""
     a, b = _numbers_of(first), _numbers_of(second)
-    apart: dict[str, list[str]] = {}
-    for name in a.keys() & b.keys():
+    together = _Together()
+    for name in (name for name in a if name in b):
         for key in a[name].keys() & b[name].keys():
-            if encode(a[name][key]) != encode(b[name][key]):
-                apart.setdefault(key, []).append(name)
-    for key, names in sorted(apart.items()):
-        name = min(names)
-        values = f"{brief(encode(a[name][key]))} -> {brief(encode(b[name][key]))}"
-        yield f"{key} of {len(names)} parameters, such as `{name}`: {values}"
+            one, other = encode(a[name][key]), encode(b[name][key])
+            if one != other:
+                together.add(key, one, other, name)
+    yield from together.sorted("counter")
 
 
 def _numbers_of(source: Checkpoint) -> dict[str, dict[str, Value]]:
@@ -112,28 +127,27 @@ def _plain(step: float) -> float:
     return int(step) if step == step // 1 else float(step)
 
 
-def _options(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
+def _options(first: Checkpoint, second: Checkpoint) -> Iterator[ValueDiff]:
     """Differences of the options of groups, by their parameters, since groups have no names."""
     first_options, second_options = (
         {name: group.options for group in c.groups for name in group.names} for c in (first, second)
     )
-    changes: dict[str, list[str]] = {}
-    known: dict[tuple[int, int], list[str]] = {}
-    for name in first_options.keys() & second_options.keys():
+    together = _Together()
+    known: dict[tuple[int, int], list[tuple[str, Any, Any]]] = {}
+    for name in (name for name in first_options if name in second_options):
         one, other = first_options[name], second_options[name]
         if (id(one), id(other)) not in known:  # parameters of a group share its options
             known[id(one), id(other)] = list(_changes(one, other))
-        for change in known[id(one), id(other)]:
-            changes.setdefault(change, []).append(name)
-    for change, names in sorted(changes.items()):
-        yield f"option of the optimizer for {len(names)} parameters, {change}"
+        for key, a, b in known[id(one), id(other)]:
+            together.add(key, a, b, name)
+    yield from together.sorted("option")
 
 
-def _changes(one: Mapping[str, Value], other: Mapping[str, Value]) -> Iterator[str]:
+def _changes(one: Mapping[str, Value], other: Mapping[str, Value]) -> Iterator[tuple[str, Any, Any]]:
     for key in sorted(one.keys() & other.keys()):
         a, b = encode(one[key]), encode(other[key])
         if a != b and _listed(a) != _listed(b):
-            yield f"{key}: {brief(a)} -> {brief(b)}"
+            yield key, a, b
 
 
 def _listed(value: Any) -> Any:
@@ -141,21 +155,22 @@ def _listed(value: Any) -> Any:
     return value["$tuple"] if isinstance(value, dict) and set(value) == {"$tuple"} else value
 
 
-def _apart(a: Any, b: Any, place: str) -> Iterator[str]:
+def _apart(a: Any, b: Any, place: tuple[str, ...]) -> Iterator[ValueDiff]:
     """Where two trees of JSON differ."""
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() & b.keys():
         for key in sorted(a.keys() | b.keys()):
+            own = (*place, key)
             if key not in b:
-                yield f"{place}/{key}: only in the first, {brief(a[key])}"
+                yield ValueDiff("extra", "/".join(own), a[key], None, only_in="first")
             elif key not in a:
-                yield f"{place}/{key}: only in the second, {brief(b[key])}"
+                yield ValueDiff("extra", "/".join(own), None, b[key], only_in="second")
             else:
-                yield from _apart(a[key], b[key], f"{place}/{key}")
+                yield from _apart(a[key], b[key], own)
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and _are_trees(a) and _are_trees(b):
         for i, (one, other) in enumerate(zip(a, b, strict=True)):
-            yield from _apart(one, other, f"{place}/{i}")
+            yield from _apart(one, other, (*place, str(i)))
     elif a != b:
-        yield f"{place}: {brief(a)} -> {brief(b)}"
+        yield ValueDiff("extra", "/".join(place), a, b)
 
 
 def _are_trees(items: list[Any]) -> bool:

@@ -70,6 +70,21 @@ def format_count(count: int) -> str:
     return f"{scaled:,.{digits}f} {unit}"
 
 
+def format_share(part: float, whole: float) -> str:
+    """A share in percent for people; it says 0 % and 100 % only of none and all, and `-` of nothing.
+
+    >>> format_share(1, 3), format_share(9_999, 10_000), format_share(1, 10**9), format_share(7, 7), format_share(0, 0)
+    ('33.3 %', '>99.9 %', '<0.001 %', '100 %', '-')
+    """
+    if not whole:
+        return "-"
+    percent = 100 * part / whole
+    if percent and abs(percent) < 1e-3:
+        return "<0.001 %"
+    text = f"{percent:.3g}"
+    return ">99.9 %" if text == "100" and part < whole else f"{text} %"
+
+
 def printable(name: str) -> str:
     """A name for people: control and bidirectional characters are escaped, so that no terminal executes them.
 
