@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.argument("chain", type=CheckpointPath())
 @delta_policy
 @bases
-@source("checkpoints", several="CHECKPOINT...", states=False)
+@source("checkpoints", several="CKPT...", states=False)
 @append_options
 @resources()
 def append(

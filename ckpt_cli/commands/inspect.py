@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @command("inspect")
-@click.argument("paths", type=CheckpointPath(), nargs=-1, required=True, metavar="PATH...")
+@click.argument("paths", type=CheckpointPath(), nargs=-1, required=True, metavar="CKPT...")
 @click.option("--depth", type=click.IntRange(1), default=None, help="Fold the tree of names below this depth.")
 @click.option("--extras", is_flag=True, help="Show all extras in full, not only their names.")
 @choosing

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @command("publish")
-@click.argument("checkpoint", type=CheckpointPath())
+@click.argument("checkpoint", type=CheckpointPath(), metavar="CKPT")
 @click.argument("chain", type=CheckpointPath())
 @publish_options
 @read_options

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @command("seal")
-@click.argument("path", type=CheckpointPath())
+@click.argument("path", type=CheckpointPath(), metavar="CKPT")
 @dry_run
 @resources(locks=False)
 def seal(path: str, dry_run: bool, resources: "Execution", as_json: bool) -> None:

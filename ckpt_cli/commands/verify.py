@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @command("verify")
-@click.argument("paths", type=CheckpointPath(), nargs=-1, required=True, metavar="PATH...")
+@click.argument("paths", type=CheckpointPath(), nargs=-1, required=True, metavar="CKPT...")
 @click.option("--all", "every", is_flag=True, help="Verify all checkpoints in the folder of a run, not only the last.")
 @thoroughness
 @resources(locks=False)

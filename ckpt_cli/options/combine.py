@@ -23,19 +23,19 @@ _WEIGHTS = click.option(
     "--weights",
     type=WeightsType(),
     metavar="W,W,...",
-    help="A weight for each CHECKPOINT, such as 1,2,1; they are divided by their sum.  [default: all the same]",
+    help="A weight for each CKPT, such as 1,2,1; they are divided by their sum.  [default: all the same]",
 )
 _EMA = click.option(
     "--ema",
     type=numbers(Decay),
     metavar="DECAY",
-    help="Exponential moving average, the oldest CHECKPOINT first: DECAY * average + (1 - DECAY) * next.",
+    help="Exponential moving average, the oldest CKPT first: DECAY * average + (1 - DECAY) * next.",
 )
 _LAST = click.option(
     "--last",
     type=click.IntRange(2),
     metavar="N",
-    help="Average the N newest checkpoints of CHECKPOINT, which is the folder of a run or a chain.",
+    help="Average the N newest checkpoints of CKPT, which is the folder of a run or a chain.",
 )
 _DTYPE = click.option(
     "--dtype",
@@ -70,7 +70,7 @@ _GATE_UP = click.option(
 
 
 def averaged(command: F) -> F:
-    """`CHECKPOINT...`, `--weights`, `--ema`, `--only` and `--skip`; the command gets the average as `source`."""
+    """`CKPT...`, `--weights`, `--ema`, `--only` and `--skip`; the command gets the average as `source`."""
 
     @wraps(command)
     def combined(
@@ -99,7 +99,7 @@ def averaged(command: F) -> F:
         return command(*args, source=noted(result.cast(dtype) if dtype else result), **arguments)
 
     grouped = with_options(combined, _WEIGHTS, _EMA, _LAST, _DTYPE, only, skip, group="Average")
-    return cast(F, source("checkpoints", several="CHECKPOINT...")(grouped))
+    return cast(F, source("checkpoints", several="CKPT...")(grouped))
 
 
 def merged_lora(command: F) -> F:

@@ -197,7 +197,7 @@ def append_options(command: F) -> F:
     parent_option = click.option(
         "--parent",
         type=CheckpointPath(),
-        metavar="CHECKPOINT|MODEL",
+        metavar="CKPT|MODEL",
         help="Where the values of the chain's last state are read, such as the checkpoint that was appended last. They "
         "are compared with the chain.  [default: where that lay, if it is still there; else the chain is replayed] "
         "In a family: the model to store this one against; none: in full.  [default: auto, the nearest]",

@@ -26,7 +26,7 @@ _OPTIONS = (
     click.option(
         "--base",
         type=CheckpointPath(),
-        metavar="CHECKPOINT",
+        metavar="CKPT",
         help="The model from which all MODELs were tuned. Every method but linear and slerp needs it.",
     ),
     click.option(

@@ -51,7 +51,7 @@ def partial_recovery(command: F) -> F:
         if first is not None and not partial:
             raise click.UsageError(f"{first} mixes blocks of several steps in one state: say so with --partial.")
         if partial and live is None:
-            raise click.UsageError("--partial needs --live CHECKPOINT, which has what is not lost.")
+            raise click.UsageError("--partial needs --live CKPT, which has what is not lost.")
         if live is not None:
             from ckpt.partial.recovery import recover
             from ckpt_cli.reading import open_live
@@ -70,7 +70,7 @@ def partial_recovery(command: F) -> F:
         click.option(
             "--live",
             type=CheckpointPath(),
-            metavar="CHECKPOINT",
+            metavar="CKPT",
             help="The checkpoint of what survived: of any format, or a shadow's address. Of DCP, files may be missing.",
         ),
         click.option(

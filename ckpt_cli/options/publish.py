@@ -42,7 +42,7 @@ _OPTIONS = (
     ),
     click.option(
         "--before",
-        metavar="CHECKPOINT",
+        metavar="CKPT",
         help="Where the values of the last step are read, such as the checkpoint that was published last. They are "
         "compared with the chain.  [default: the chain]",
     ),
@@ -68,7 +68,7 @@ _WATCH = (
     click.option(
         "--watch",
         is_flag=True,
-        help="CHECKPOINT is the folder of a run: publish each checkpoint that becomes complete there, until Ctrl-C.",
+        help="CKPT is the folder of a run: publish each checkpoint that becomes complete there, until Ctrl-C.",
     ),
     click.option(
         "--every",

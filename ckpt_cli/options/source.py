@@ -57,7 +57,7 @@ _READER = (
     ),
     click.option(
         "--shapes",
-        metavar="CHECKPOINT",
+        metavar="CKPT",
         help="Another checkpoint of the model, whose shapes are used if files have flat slices only.",
     ),
     anonymous,
@@ -234,6 +234,12 @@ def listed(paths: Sequence[str], options: "ReadOptions", choice: Choice) -> list
     return every
 
 
+CKPT = "CKPT"
+"""How help texts call a checkpoint that a command reads."""
+_PLAIN_NAMES = ("source", "path", "checkpoint")
+"""Of arguments that are called so. Others are called by what they are for: MODEL, ADAPTER."""
+
+
 def source(
     *names: str,
     accept_suspicious: bool = False,
@@ -270,7 +276,8 @@ def source(
             decorated = with_options(decorated, _accept_suspicious, group="Reading")
         more: dict[str, Any] = {} if several is None else {"nargs": -1, "required": True, "metavar": several}
         for name in reversed(names):
-            decorated = click.argument(name, type=CheckpointPath(), **more)(decorated)
+            named = {"metavar": CKPT} if name in _PLAIN_NAMES else {}
+            decorated = click.argument(name, type=CheckpointPath(), **{**named, **more})(decorated)
         return cast(F, decorated)
 
     return decorate

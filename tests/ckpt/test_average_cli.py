@@ -167,7 +167,7 @@ def test_wrong_weights_are_wrong_usage(
 def test_a_target_alone_is_wrong_usage(tmp_path: Path) -> None:
     done = ckpt("average", tmp_path / "mean")
     assert done.code == 2
-    assert "CHECKPOINT..." in done.err
+    assert "CKPT..." in done.err
 
 
 def test_no_source_is_overwritten(models: list[Path]) -> None:

@@ -47,7 +47,7 @@ def writable(name: str, **options: object) -> "WritableFormat":
     if not isinstance(format, WritableFormat):
         hint = "Convert to `universal`, which holds everything."
         if name == "chain":
-            hint = "`ckpt append CHAIN CHECKPOINT` writes chains."
+            hint = "`ckpt append CHAIN CKPT` writes chains."
         raise UnsupportedError(f"{name} can be read, not written", hint=hint)
     known = [field.name for field in fields(format)]
     listed = ", ".join(known) or "none"

@@ -16,7 +16,7 @@ T = TypeVar("T")
 _HINT = "A delta cannot be read without its parent: put the folder back, or restore an earlier step."
 _REMOVED = (
     "The chain there no longer has this state, because `ckpt compact` removed it: take the chain from a copy, "
-    "or write the delta again with `ckpt diff CHAIN CHECKPOINT -o DELTA`. `ckpt compact --keep STEP` keeps a state."
+    "or write the delta again with `ckpt diff CHAIN CKPT -o DELTA`. `ckpt compact --keep STEP` keeps a state."
 )
 
 

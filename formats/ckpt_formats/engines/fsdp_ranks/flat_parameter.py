@@ -27,7 +27,7 @@ from ckpt_formats.engines.fsdp_ranks.sharded_tensor import ShardedTensor, gather
 _ALIGNMENT = 16
 """An upper limit of the padding after a parameter, in elements. The next one begins at a multiple of 16 bytes."""
 _SHAPES = (
-    "Pass --shapes CHECKPOINT with any checkpoint of the same model: the weights that the run started from, or a full "
+    "Pass --shapes CKPT with any checkpoint of the same model: the weights that the run started from, or a full "
     "or sharded checkpoint of another step."
 )
 _SAME = "Is the checkpoint given with --shapes of the same model?"
