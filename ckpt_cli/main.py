@@ -193,7 +193,11 @@ def _wrong_usage(error: click.ClickException) -> int:
         error.show()
         _print_json(error.exit_code, "usage", "a command is missing", None, "`ckpt --help` lists the commands.")
         return error.exit_code
-    what = _clean(error.format_message()).rstrip(".").replace("is not a valid integer range", "is not a whole number")
+    what = (
+        _clean(" ".join(error.format_message().split()))
+        .rstrip(".")
+        .replace("is not a valid integer range", "is not a whole number")
+    )
     if what[:1].isupper() and what[1:2].islower():
         what = what[0].lower() + what[1:]
     if context is None:  # Click does not say where a value is missing

@@ -133,7 +133,8 @@ def expand_chain(path: str, last: int | None = None) -> tuple[str, ...]:
 
 def _newest(every: Sequence[T], last: int, path: str) -> list[T]:
     if len(every) < last:
-        raise NotFoundError(f"there are {len(every)} checkpoints, not {last}", where=path)
+        hint = f"Give --last {len(every)}, or less."
+        raise NotFoundError(f"there are {len(every)} checkpoints, not {last}", where=path, hint=hint)
     return list(every[-last:])
 
 

@@ -198,9 +198,9 @@ def append_options(command: F) -> F:
         "--parent",
         type=CheckpointPath(),
         metavar="CKPT|MODEL",
-        help="Where the values of the chain's last state are read, such as the checkpoint that was appended last. They "
-        "are compared with the chain.  [default: where that lay, if it is still there; else the chain is replayed] "
-        "In a family: the model to store this one against; none: in full.  [default: auto, the nearest]",
+        help="Read the values of the chain's last state from here, such as from the checkpoint that was appended last. "
+        "ckpt compares them with the chain.  [default: the path of that checkpoint, if it is still there; else ckpt "
+        "replays the chain] In a family: store the model against this one; none: alone.  [default: auto, the nearest]",
     )
     family_option = click.option(
         "--family", is_flag=True, help="Begin a family of models, each stored against the one that it is most like."

@@ -22,7 +22,7 @@ RESCALES = ("density", "l1", "none")
 _SETTINGS = ("weights", "density", "t")
 
 _OPTIONS = (
-    click.option("--method", type=click.Choice(METHODS), required=True, help="How to merge; see above."),
+    click.option("--method", type=click.Choice(METHODS), required=True, help="How to merge."),
     click.option(
         "--base",
         type=CheckpointPath(),

@@ -43,8 +43,8 @@ _OPTIONS = (
     click.option(
         "--before",
         metavar="CKPT",
-        help="Where the values of the last step are read, such as the checkpoint that was published last. They are "
-        "compared with the chain.  [default: the chain]",
+        help="Read the values of the last step from here, such as from the checkpoint that was published last. ckpt "
+        "compares them with the chain.  [default: the chain]",
     ),
     click.option("--key", type=_FILE, metavar="FILE", help="Sign what is published with the key in this file."),
     dry_run,

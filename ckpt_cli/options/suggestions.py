@@ -3,7 +3,10 @@
 from collections.abc import Collection, Sequence
 
 COMMANDS = {
-    **dict.fromkeys(("info", "ls", "show", "list", "cat", "view", "describe", "print", "look", "stat"), ("inspect",)),
+    **dict.fromkeys(("info", "ls", "show", "list", "cat", "view", "describe", "print", "look"), ("inspect",)),
+    **dict.fromkeys(("stat", "statistics", "histogram", "nan", "nans", "norms"), ("stats",)),
+    **dict.fromkeys(("compat", "compatible", "fits", "strict", "keys"), ("check",)),
+    **dict.fromkeys(("get", "dump", "tensor", "slice"), ("extract",)),
     **dict.fromkeys(("validate", "test", "fsck", "scrub"), ("verify",)),
     **dict.fromkeys(("compare", "cmp"), ("diff",)),
     **dict.fromkeys(("newest", "last", "current"), ("latest",)),
@@ -58,7 +61,8 @@ FORMATS = {
     **dict.fromkeys(("zero", "ds", "zero3", "zero-3"), "deepspeed"),
     **dict.fromkeys(("ds_universal", "deepspeed_universal", "ucp"), "deepspeed-universal"),
     **dict.fromkeys(("mcore", "megatron-core", "torch_dist", "megatron-lm", "nemo"), "megatron"),
-    **dict.fromkeys(("jax", "orbax", "msgpack"), "flax"),
+    "jax": "orbax",
+    "msgpack": "flax",
     **dict.fromkeys(("llama.cpp", "ggml", "llamacpp"), "gguf"),
     **dict.fromkeys(("safetensor", "st"), "safetensors"),
 }

@@ -129,7 +129,9 @@ def plan_protect(
         hint = (
             "Name the folder of the checkpoint. Parity of a single file would be whole copies of it." * root.is_file()
         )
-        raise NotFoundError("is no folder" if root.exists() else "there is nothing here", where=root, hint=hint or None)
+        raise NotFoundError(
+            "is not a folder" if root.exists() else "there is nothing here", where=root, hint=hint or None
+        )
     there = [(name, file) for name, file in below(root) if is_protected(name)]
     check_names([name for name, _ in there], root)
     identities = {file: Identity.of(file.stat()) for _, file in there}

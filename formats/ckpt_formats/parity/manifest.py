@@ -206,7 +206,7 @@ def parse(data: bytes, where: Path) -> BlockHashes:
     folder, `UnsupportedError` for another version.
     """
     if len(data) < len(_MAGIC) + 8 + HASH_NBYTES or not data.startswith(_MAGIC):
-        raise CorruptError("is no manifest of parity", where=where)
+        raise CorruptError("is not a manifest of parity", where=where)
     body, digest = data[:-HASH_NBYTES], data[-HASH_NBYTES:]
     if xxhash.xxh3_128_digest(body) != digest:
         raise CorruptError("the manifest of parity does not fit its checksum", where=where)
@@ -273,5 +273,5 @@ def check_names(names: Sequence[str], where: Path) -> None:
 
 def _number(value: int, least: int, most: int) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{value!r:.40} is no integer from {least} to {most}")
+        raise ValueError(f"{value!r:.40} is not an integer from {least} to {most}")
     return value

@@ -118,7 +118,8 @@ def _folder_of(run: StrPath, anonymous: bool) -> Path:
         folder = source_path(run, anonymous)  # it says why nothing is seen
     if not folder.is_dir():
         what = "is a file, not the folder of a run" if folder.is_file() else "there is no such folder"
-        raise NotFoundError(what, where=printable(str(folder)))
+        hint = "Name the folder in which a run saves its checkpoints."
+        raise NotFoundError(what, where=printable(str(folder)), hint=hint)
     return folder
 
 

@@ -100,7 +100,7 @@ class PlacedStates(PackFile):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         super().__exit__(kind, error, tb)
-        assert kind is not None or self.position == self._end, "the states have not the length that was planned"
+        assert kind is not None or self.position == self._end, "the states do not have the length that was planned"
 
 
 class ChunkAppender:

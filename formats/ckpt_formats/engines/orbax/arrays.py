@@ -58,7 +58,7 @@ def read_arrays(folder: Path, stores_fill_values: bool) -> StoredArrays:
             continue
         at = layouts[name].place(last) if name in layouts else None
         if at is None:
-            raise CorruptError(f"`{printable(key)}` is no chunk of an array", where=folder)
+            raise CorruptError(f"`{printable(key)}` is not a chunk of an array", where=folder)
         chunks[name][at] = value
     arrays = StoredArrays()
     reader = ChunkReader(folder)

@@ -104,7 +104,7 @@ def read_step(folder: Path) -> StepMetadata | None:
     handlers = content.get("item_handlers")
     items = handlers if isinstance(handlers, dict) else {} if handlers is None else {"": handlers}
     if not all(isinstance(name, str) for name in items.values()):
-        raise CorruptError("the handlers of items are no texts", where=path)
+        raise CorruptError("the handlers of items are not texts", where=path)
     first, last = content.get("init_timestamp_nsecs"), content.get("commit_timestamp_nsecs")
     return StepMetadata(items, first is None or last is not None)
 

@@ -181,7 +181,7 @@ def _add_optimizers(
     parameters = [p for p in own if any(state not in (MODEL, MASTER) for state in p.states)]
     known = layout.get("optimizer", [])
     if known and (len(known) > 1 and len(source.groups) != len(known)):
-        raise UnsupportedError("the tree had several optimizers, whose parameters are not known any more")
+        raise UnsupportedError("the tree had several optimizers, whose parameters are no longer known")
     other: set[str] = set()
     for i, place in enumerate(known or ([_TRAIN_STATE] if parameters else [])):
         members = set(source.groups[i].names) if len(known) > 1 else {p.name for p in parameters}

@@ -145,5 +145,5 @@ def check_empty(run: Path) -> None:
         raise OutputError(
             f"the folder is not a chain, and contains {other_names[0]!r:.80}",
             where=run,
-            hint="Name a folder that does not exist.",
+            hint="Name the chain first, then the checkpoint. A new chain needs a folder that does not exist.",
         )

@@ -51,7 +51,7 @@ def step_of(chain: ChainIndex, address: Address) -> int:
         raise NotFoundError(
             f"the chain has steps, and no model called {address.name}",
             where=address.run,
-            hint=f"It has {steps_text(address.run, chain)}; `ckpt log` lists all.",
+            hint=f"Name a step, or @last. It has {steps_text(address.run, chain)}; `ckpt log` lists all.",
         )
     if address.step is not None:
         return address.step
