@@ -31,5 +31,5 @@ def verify(
     from ckpt_cli.views.verify import verify_each
 
     checkpoints = [(place, opening(place, options)) for place in places_of(paths, every)]
-    if not verify_each(checkpoints, resources, how, as_json):
-        raise SystemExit(20)
+    if code := verify_each(checkpoints, resources, how, as_json):
+        raise SystemExit(code)

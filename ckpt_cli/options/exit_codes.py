@@ -15,15 +15,15 @@ from ckpt_formats.core.errors import (
     UnsupportedError,
 )
 
-USAGE = 2
+USAGE, DAMAGED = 2, 20
 
 EXIT_CODES: dict[type[CkptError], int] = {
     InvalidArgumentError: USAGE,
     NotFoundError: 10,
     NoMatchError: 10,
     LockedError: 11,
-    CorruptError: 20,
-    IncompleteError: 20,
+    CorruptError: DAMAGED,
+    IncompleteError: DAMAGED,
     UnsafeError: 21,
     UnsupportedError: 22,
     RulesError: 23,

@@ -1,7 +1,7 @@
 """`ckpt verify`: check a checkpoint or a chain, or the files of one that cannot be opened."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ from ckpt.findings.survey import survey
 from ckpt.job import count_to, load_kernels
 from ckpt.pipeline import Resources
 from ckpt_cli import notes
+from ckpt_cli.options.exit_codes import DAMAGED, exit_code
 from ckpt_cli.options.source import left_out
 from ckpt_cli.options.verify import How
 from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError
 from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.zero_values import zero_notices
 from ckpt_formats.registry.opening import open_checkpoint as open_any
@@ -54,27 +55,54 @@ def verify(
 
 def verify_each(
     checkpoints: Sequence[tuple[Path, Callable[[], Checkpoint]]], resources: Resources, how: How, as_json: bool
-) -> bool:
-    """Verify checkpoints one after another, and show how many of several are damaged. Returns whether none is.
+) -> int:
+    """Verify checkpoints one after another, also after one that is damaged or cannot be opened, and count these.
 
-    checkpoints: the path of each, and what opens it.
+    checkpoints: the path of each, and what opens it. Returns the exit code: 20 for damage, else that of the first
+    error, 0 without one. The error of a single checkpoint is raised.
     """
     if len(checkpoints) == 1:
-        return verify(*checkpoints[0], resources, how, as_json)
+        return 0 if verify(*checkpoints[0], resources, how, as_json) else DAMAGED
     damaged: list[Path] = []
+    errors: dict[Path, CkptError] = {}
     with report.gathered() as objects:
         for path, open_checkpoint in checkpoints:
-            if not verify(path, open_checkpoint, resources, how, as_json):
+            error = _error_of(path, open_checkpoint, resources, how, as_json)
+            if isinstance(error, CkptError):
+                errors[path] = error
+            elif error:
                 damaged.append(path)
-    count = len(checkpoints)
+    bad = [*damaged, *errors]
     if as_json:
-        report.data({"ok": not damaged, "damaged": list(map(str, damaged)), "checkpoints": objects})
-    elif damaged:
-        names = list_names(list(map(str, damaged)), printable, max_count=_MAX_STEPS)
-        report.conclude(f"DAMAGED: {len(damaged)} of {count} checkpoints: {names}")
-    else:
-        report.conclude(f"ok: all {count} checkpoints")
-    return not damaged
+        report.data({"ok": not bad, "damaged": list(map(str, bad)), "checkpoints": objects})
+        return _exit_code(damaged, errors)
+    names = (list_names(list(map(str, some)), printable, max_count=_MAX_STEPS) for some in (damaged, [*errors]))
+    texts = [
+        f"{head}: {len(some)} of {len(checkpoints)} checkpoints: {own}"
+        for head, some, own in zip(("DAMAGED", "NOT VERIFIED"), (damaged, errors), names, strict=True)
+        if some
+    ]
+    for text in texts or [f"ok: all {len(checkpoints)} checkpoints"]:
+        report.conclude(text)
+    return _exit_code(damaged, errors)
+
+
+def _error_of(
+    path: Path, open_checkpoint: Callable[[], Checkpoint], resources: Resources, how: How, as_json: bool
+) -> CkptError | bool:
+    """Verify one of several. Returns the error if it cannot be verified, else whether it is damaged."""
+    try:
+        return not verify(path, open_checkpoint, resources, how, as_json)
+    except CkptError as error:
+        problems = [Finding("unreadable", error.what, error.where or str(path))] if as_json else []
+        report.unreadable(path, error, problems, 0, as_json)
+        return error
+
+
+def _exit_code(damaged: Sequence[Path], errors: Mapping[Path, CkptError]) -> int:
+    if damaged:
+        return DAMAGED
+    return exit_code(next(iter(errors.values()))) if errors else 0
 
 
 def _part(whole: Checkpoint, how: How) -> tuple[Checkpoint, report.CheckedPart]:

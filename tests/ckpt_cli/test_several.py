@@ -34,6 +34,12 @@ def test_verify_goes_on_after_damage_and_counts_it(run: Path, tmp_path: Path) ->
     report = json.loads(ckpt("verify", run / "step-1", flipped, run / "step-2", "--json").out)
     assert [one["ok"] for one in report["checkpoints"]] == [True, False, True]
     assert (report["ok"], report["damaged"]) == (False, [str(flipped)])
+    done = ckpt("verify", "gone", run / "step-1")
+    assert (done.code, done.out.splitlines()[-1]) == (10, "NOT VERIFIED: 1 of 2 checkpoints: gone")
+    assert "error: there is nothing at this path" in done.err
+    report = json.loads(ckpt("verify", "gone", flipped, "--json").out)
+    assert [one["ok"] for one in report["checkpoints"]] == [False, False]
+    assert ckpt("verify", "gone", flipped).code == 20
 
 
 def test_verify_all_names_a_damaged_checkpoint_in_a_run(run: Path, tmp_path: Path) -> None:
