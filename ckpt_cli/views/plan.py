@@ -16,7 +16,7 @@ from ckpt_cli.options.plan import PlanOptions
 from ckpt_cli.progress import doing
 from ckpt_cli.views.report import data
 from ckpt_formats.core.notices import Weight
-from ckpt_formats.core.text import format_nbytes
+from ckpt_formats.core.text import format_nbytes, format_share
 
 if TYPE_CHECKING:
     from ckpt.chains.recorded_costs import RecordedCosts
@@ -245,18 +245,19 @@ def lines(report: PlanReport) -> Iterator[str]:
     if plan.logged is not None:
         yield f"with a log  {_shown(plan, plan.logged)}"
         if plan.log_pays:
-            yield f"            the log pays: the run takes {plan.gain(plan.bases):.1%} less time"
+            yield f"            the log pays: the run takes {format_share(plan.gain(plan.bases), 1)} less time"
         else:
             yield "            the log does not pay: bases only waste less"
     for name, other in (("Young", plan.young), ("Daly", plan.daly)):
-        yield f"{name:<11} {_shown(plan, other)}; the plan takes {plan.gain(other):.1%} less time"
+        yield f"{name:<11} {_shown(plan, other)}; the plan takes {format_share(plan.gain(other), 1)} less time"
     yield from _limits(plan)
     for name, simulation in report.simulations.items():
         label = "bases only" if name == "bases" else "with a log"
+        shares = (simulation.waste, simulation.standard_error, simulation.low, simulation.high)
+        waste, error, low, high = (format_share(share, 1) for share in shares)
         yield (
-            f"simulated   {label}: {simulation.failures:,} failures waste {simulation.waste:.2%} "
-            f"(standard error {simulation.standard_error:.2%}); 90 of 100 runs with {simulation.batch} failures waste "
-            f"{simulation.low:.1%} to {simulation.high:.1%}"
+            f"simulated   {label}: {simulation.failures:,} failures waste {waste} (standard error {error}); "
+            f"90 of 100 runs with {simulation.batch} failures waste {low} to {high}"
         )
         yield (
             f"            a failure repeats {format_seconds(simulation.redone)} of work, and "
@@ -287,7 +288,7 @@ def _shown(plan: FailurePlan, schedule: Schedule) -> str:
     if schedule.flush_steps is not None:
         parts.append(f"a flush every {_steps(plan, schedule.flush_steps)}")
     volume = "" if schedule.day_nbytes is None else f", {format_nbytes(schedule.day_nbytes)} a day"
-    return f"{', '.join(parts)}: wastes {schedule.waste:.2%}{volume}"
+    return f"{', '.join(parts)}: wastes {format_share(schedule.waste, 1)}{volume}"
 
 
 def _steps(plan: FailurePlan, steps: int) -> str:

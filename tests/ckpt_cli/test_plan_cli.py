@@ -12,6 +12,7 @@ from ckpt.planning.costs import DataRates, LogCosts, RunCosts
 from ckpt.planning.schedule import plan_schedule
 from ckpt_cli.options.types import CountType, DurationType, RateType, ShareType
 from ckpt_formats.core.errors import NotFoundError
+from ckpt_formats.core.text import format_share
 from ckpt_formats.universal.gradients.segment import open_segment
 from damage import BROKEN, NOT_FOUND, OUTPUT, SAMPLES, UNSUPPORTED, ckpt
 from pages import Page
@@ -56,8 +57,8 @@ def test_the_text_says_what_json_says() -> None:
     assert f"a base every {bases['base_steps']:,} steps" in done.out
     assert f"a base every {logged['base_steps']:,} steps" in done.out
     assert f"a flush every {logged['flush_steps']} steps" in done.out
-    assert f"wastes {logged['waste']:.2%}" in done.out
-    assert f"the log pays: the run takes {bases['gain']:.1%} less time" in done.out
+    assert f"wastes {format_share(logged['waste'], 1)}" in done.out
+    assert f"the log pays: the run takes {format_share(bases['gain'], 1)} less time" in done.out
     assert "does not pay" in ckpt("plan", *RUN, "--replay", "0.7s").out
 
 
