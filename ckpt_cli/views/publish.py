@@ -9,7 +9,8 @@ import click
 from ckpt.pipeline import Execution
 from ckpt.publishing.publish import PublishedCheckpoint, PublishPlan, plan_publish
 from ckpt.publishing.publish import publish as publish_checkpoint
-from ckpt.publishing.watch import SkippedCheckpoint, publish_each
+from ckpt.publishing.watch import publish_each
+from ckpt.runs.new import SkippedCheckpoint
 from ckpt_cli import notes
 from ckpt_cli.options.publish import PublishOptions
 from ckpt_cli.progress import progress_bar

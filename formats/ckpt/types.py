@@ -23,9 +23,9 @@ from ckpt.protection.damage import DamagedFile
 from ckpt.protection.protect import Protection
 from ckpt.protection.repair import Repair
 from ckpt.publishing.publish import PublishedCheckpoint
-from ckpt.publishing.watch import SkippedCheckpoint
 from ckpt.reading import Verification
 from ckpt.runs.latest import Latest, PassedOver
+from ckpt.runs.new import SkippedCheckpoint
 from ckpt.runs.prune import PrunedCheckpoint, PruneResult
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.mirror import LogMirror

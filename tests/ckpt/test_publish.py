@@ -15,7 +15,8 @@ import ckpt as library
 from ckpt.chains.chain import Chain
 from ckpt.publishing.publication import open_publication
 from ckpt.publishing.retention import remove_unneeded
-from ckpt.publishing.watch import SkippedCheckpoint, publish_each
+from ckpt.publishing.watch import publish_each
+from ckpt.runs.new import SkippedCheckpoint
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import LockedError, UnsupportedError
 from ckpt_formats.core.tensor import read
