@@ -51,6 +51,7 @@ COMMANDS = {
     "index": "ckpt_cli.commands.index:index",
     "protect": "ckpt_cli.commands.protect:protect",
     "repair": "ckpt_cli.commands.repair:repair",
+    "watch": "ckpt_cli.commands.watch:watch",
     "prune": "ckpt_cli.commands.prune:prune",
     "clean": "ckpt_cli.commands.clean:clean",
     "formats": "ckpt_cli.commands.formats:formats",

@@ -27,6 +27,7 @@ from ckpt.reading import Verification
 from ckpt.runs.latest import Latest, PassedOver
 from ckpt.runs.new import SkippedCheckpoint
 from ckpt.runs.prune import PrunedCheckpoint, PruneResult
+from ckpt.runs.watch import StoredCheckpoint
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.shadow import ShadowStatus
@@ -103,6 +104,7 @@ __all__ = [
     "Stats",
     "StepName",
     "StoreReads",
+    "StoredCheckpoint",
     "Tensor",
     "TensorChange",
     "TensorDiff",

@@ -57,6 +57,7 @@ WORKS = {
     "parity_patterns": Work("protect_campaign:all_patterns", "all sets of blocks that small codes replace are lost"),
     "parity_damage": Work("protect_campaign:damage", "files of protected folders are damaged, and repaired"),
     "parity_kills": Work("protect_campaign:kills", "what writes parity and what repairs is killed"),
+    "watch_kills": Work("watch_kills:rounds", "what stores the checkpoints of a run elsewhere is killed"),
     "shard_kills": Work("shard_kills:rounds", "shards that write one folder are killed"),
     "shard_store_kills": Work("shard_store_kills:kills", "shards and commits that write into a bucket are killed"),
     "shard_store_waits": Work("shard_store_kills:waits", "shards wait in a bucket until others have published"),

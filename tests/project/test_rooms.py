@@ -17,9 +17,10 @@ LIMITS = {
     # `partial` mixes two states, for chains and for whoever lost blocks; `reading` writes nothing
     # `serving` sends the files of chains; where and to whom, shadows decide alike
     # `publishing` and `following` write and read published chains: the one needs nothing of the other
-    # `runs` is about the checkpoints of a run: it finds, verifies and removes them
+    # `runs` is about the checkpoints of a run: it finds, verifies and removes them; `watch` stores each in a chain or
+    # as a copy, and compares values before it removes one; `publishing` follows a run by the same loop
     # `protection` writes parity beside files of any format, and repairs them
-    "ckpt": (21, 30),
+    "ckpt": (21, 35),
     # `parity` is about blocks of files, whatever their format is
     "ckpt_formats": (9, 19),  # `stores` reads what lies in buckets; `registry` lists the folder of a run there
     "ckpt_codecs": (14, 51),  # `quantised` gives the values of weights that other libraries quantised

@@ -69,6 +69,9 @@ ODD: dict[str, Odd] = {
     "no arguments": Odd("convert", 2, ("CKPT", "ckpt convert --help")),
     "a folder without checkpoints": Odd("latest EMPTY", 10, ("EMPTY", "holds no checkpoint", "Name the folder")),
     "a wrong rule of what to keep": Odd("prune damaged --keep newest:3", 2, ("last:N", "newest:3")),
+    "a watch of itself": Odd(
+        "watch damaged damaged/copies --once", 2, ("in the folder of the run", "outside of the run")
+    ),
     "no files of ranks": Odd("index a.pt", 22, ("a.pt", "format torch", "ckpt convert a.pt TARGET --to dcp")),
     "a chain that has a retention": Odd("prune run.chain --keep last:3", 2, ("run.chain", "ckpt compact")),
     "parity of a single file": Odd("protect a.pt --lose 1", 10, ("is not a folder", "a.pt", "Name the folder")),

@@ -1,6 +1,7 @@
-"""The folder of a run and the checkpoints in it: which is the newest whole one, and which can be removed."""
+"""The folder of a run and the checkpoints in it: which is the newest whole one, which are new, which can be removed."""
 
 from ckpt.runs.latest import latest
 from ckpt.runs.prune import prune
+from ckpt.runs.watch import watch
 
-__all__ = ["latest", "prune"]
+__all__ = ["latest", "prune", "watch"]

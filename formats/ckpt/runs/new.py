@@ -75,6 +75,15 @@ class NewCheckpoints:
         """Whether a checkpoint is as it was at the first look."""
         return self._initial is not None and self._initial.get(path) == self._seen.get(path)
 
+    def modified(self, path: Path) -> float:
+        """When the last file of a checkpoint was written, in seconds since 1970."""
+        return max((time for _, _, time in self._seen.get(path, ())), default=0.0)
+
+    def has_later(self, path: Path) -> bool:
+        """Whether one of a later step was whole."""
+        own = number_in(path.name)
+        return own is not None and any((number_in(one.name) or 0) > own for one in self._done)
+
     def is_of_run(self, error: CkptError) -> bool:
         """Whether an error is about a file of the run, which may have been removed or replaced meanwhile."""
         is_below = error.where is not None and error.where.startswith(str(self.folder))

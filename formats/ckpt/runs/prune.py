@@ -9,7 +9,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -100,6 +100,27 @@ def prune(
         IncompleteError: None is whole.
         OutputError: One cannot be removed.
     """
+    return prune_stored(
+        run,
+        keep,
+        incomplete=incomplete,
+        unchanged_for=unchanged_for,
+        dry_run=dry_run,
+        options=options,
+    )
+
+
+def prune_stored(
+    run: StrPath,
+    keep: str,
+    *,
+    is_stored: Callable[[Path, int | None, float], bool] = lambda path, step, modified: True,
+    incomplete: bool = False,
+    unchanged_for: float = UNCHANGED_FOR,
+    dry_run: bool = False,
+    options: ReadOptions | None = None,
+) -> PruneResult:
+    """As `prune`, but a checkpoint stays unless `is_stored`, by its path, step and time, says that it is elsewhere."""
     rules, folder = parse_keep(keep), source_path(run)
     if (folder / _CHAIN).is_file():
         raise InvalidArgumentError(
@@ -134,6 +155,8 @@ def prune(
             reason = "newer than the newest complete one"
         if reason is None and now - one.modified < unchanged_for:
             reason = "changed a moment ago"
+        if reason is None and not one.problem and not is_stored(one.path, one.step, one.modified):
+            reason = "not stored elsewhere yet"
         if one.problem and (reason is not None or not incomplete):
             broken.append(one.described(one.problem))
         elif reason is not None:
