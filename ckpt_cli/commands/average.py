@@ -22,4 +22,4 @@ def average(source: "Checkpoint", target: "Target", dry_run: bool, resources: "E
     from ckpt_cli.views import job
 
     work = Job(source, target.path, target.format("universal", source.format), target.overwrite)
-    job.write("averaging", work, dry_run, resources, as_json, target.seal)
+    job.write("averaging", work, dry_run, resources, as_json, target)

@@ -28,4 +28,4 @@ def convert(source: "Checkpoint", target: "Target", dry_run: bool, resources: "E
     from ckpt_cli.views import job
 
     work = Job(source, target.path, target.format("universal"), target.overwrite)
-    job.write("converting", work, dry_run, resources, as_json, target.seal)
+    job.write("converting", work, dry_run, resources, as_json, target)

@@ -27,4 +27,4 @@ def copy(source: str, target: str, copied: "Copied", resources: "Execution", as_
     elif copied.dry_run:
         copy.show_plan(Copy(source, target, copied.everything), as_json)
     else:
-        copy.run(Copy(source, target, copied.everything), resources, as_json)
+        copy.run(Copy(source, target, copied.everything), copied.protect, resources, as_json)

@@ -28,4 +28,4 @@ def decompress(source: "Checkpoint", target: "Target", dry_run: bool, resources:
     place = original_path(source, target.path, format, target.format_name)
     work = Job(source, place, target.with_options(format), target.overwrite)
     notes.note(*notices)
-    job.write("decompressing", work, dry_run, resources, as_json, target.seal)
+    job.write("decompressing", work, dry_run, resources, as_json, target)

@@ -22,4 +22,4 @@ def merge(source: "Checkpoint", target: "Target", dry_run: bool, resources: "Exe
     from ckpt_cli.views import job
 
     work = Job(source, target.path, target.format("universal", source.format))
-    job.write("merging", work, dry_run, resources, as_json, target.seal)
+    job.write("merging", work, dry_run, resources, as_json, target)

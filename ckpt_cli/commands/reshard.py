@@ -31,4 +31,5 @@ def reshard(source: "Checkpoint", target: "Target", dry_run: bool, resources: "E
         job.note_plan(plan, work.format.name)
         inspect.print_ranks(work.source, plan.files, target.path, work.format.name, as_json)
     else:
-        job.show_result(job.run("resharding", work, resources), as_json, seal_with=resources if target.seal else None)
+        afterwards = job.Afterwards(resources, target.seal, target.protect)
+        job.show_result(job.run("resharding", work, resources), as_json, afterwards=afterwards)

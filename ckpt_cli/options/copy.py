@@ -9,6 +9,8 @@ import click
 
 from ckpt_cli.options.command import dry_run
 from ckpt_cli.options.groups import with_options
+from ckpt_cli.options.target import protecting
+from ckpt_formats.stores.location import is_url
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,6 +25,8 @@ class Copied:
     every: float | None
     """Seconds from one time to the next; None: once."""
     dry_run: bool
+    protect: int | None
+    """How many files of the copy parity shall replace; None: none is written."""
 
 
 _ALL = click.option("--all", "everything", is_flag=True, help="Copy also files that are not part of the checkpoint.")
@@ -40,11 +44,20 @@ def copied(function: F) -> F:
 
     @wraps(function)
     def wrapper(
-        *args: Any, everything: bool, update: bool, follow: bool, every: float, dry_run: bool, **arguments: Any
+        *args: Any,
+        everything: bool,
+        update: bool,
+        follow: bool,
+        every: float,
+        dry_run: bool,
+        protect: int | None,
+        **arguments: Any,
     ) -> Any:
+        if protect is not None and (update or follow or is_url(click.get_current_context().params["target"])):
+            raise click.UsageError("--protect writes parity in the file system only, for a copy that is complete.")
         if (update or follow) and (everything or dry_run):
             raise click.UsageError("--update and --follow take neither --all nor --dry-run")
-        given = Copied(everything, update or follow, every if follow else None, dry_run)
+        given = Copied(everything, update or follow, every if follow else None, dry_run, protect)
         return function(*args, copied=given, **arguments)
 
-    return cast(F, with_options(wrapper, _ALL, _UPDATE, _FOLLOW, _EVERY, dry_run))
+    return cast(F, with_options(wrapper, _ALL, _UPDATE, _FOLLOW, _EVERY, protecting, dry_run))

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import with_options
+from ckpt_cli.options.target import protecting
 from ckpt_cli.options.types import CheckpointPath, ShareType, numbers
 from ckpt_formats.core.arguments import Count, Increase
+from ckpt_formats.stores.location import is_url
 
 if TYPE_CHECKING:
     from ckpt.chains.write import DeltaPolicy
@@ -25,6 +27,8 @@ _PRESETS = ("resume", "balanced", "archive")
 _DEFAULT = "balanced"
 """The preset if only a bound is given."""
 _BOUND = click.FloatRange(min=0, min_open=True)
+
+_ONLY_LOCAL = "--protect writes parity in the file system only."
 
 _STEP = click.option("--step", type=numbers(Count), help="The step, if the checkpoint states none or another one.")
 
@@ -101,6 +105,8 @@ class AppendOptions:
     family: bool
     """Whether the chain is, or becomes, a family of models."""
     dry_run: bool
+    protect: int | None = None
+    """How many files of a state that is stored parity shall replace; None: none is written."""
 
     def open_parent(self) -> "Checkpoint | None":
         """The checkpoint of `--parent`, read with the options of the source."""
@@ -173,8 +179,8 @@ def delta_policy(command: F) -> F:
 
 
 def append_options(command: F) -> F:
-    """`--step`, `--parent`, `--tip`, `--name`, `--family`, `--dry-run`; with the `DeltaPolicy`, the command gets
-    them as `AppendOptions`."""
+    """`--step`, `--parent`, `--tip`, `--name`, `--family`, `--protect`, `--dry-run`; with the `DeltaPolicy`, the
+    command gets them as `AppendOptions`."""
 
     @wraps(command)
     def wrapper(
@@ -187,12 +193,14 @@ def append_options(command: F) -> F:
         tip: bool,
         dry_run: bool,
         partial: float | None,
+        protect: int | None,
         **arguments: Any,
     ) -> Any:
+        _refuse(protect is not None and is_url(click.get_current_context().params["chain"]), _ONLY_LOCAL)
         _refuse(partial is not None and not 0 < partial <= 1, "--partial is a share such as 25% or 0.25.")
         _refuse(partial is not None and dry_run, "--dry-run does not estimate what --partial takes.")
         policy = replace(policy, tip=tip, partial=partial)
-        return command(*args, options=AppendOptions(policy, step, parent, name, family, dry_run), **arguments)
+        return command(*args, options=AppendOptions(policy, step, parent, name, family, dry_run, protect), **arguments)
 
     parent_option = click.option(
         "--parent",
@@ -224,7 +232,7 @@ def append_options(command: F) -> F:
         metavar="SHARE",
         help="Lossy: save only the blocks that moved most since they were saved, up to this share of all bytes.",
     )
-    own = with_options(with_options(wrapper, _STEP, dry_run), partial_option, group="Deltas")
+    own = with_options(with_options(wrapper, _STEP, protecting, dry_run), partial_option, group="Deltas")
     own = with_options(own, family_option, name_option, group="A family of models")
     return cast(F, with_options(own, parent_option, tip_option, group="The state before"))
 

@@ -140,6 +140,8 @@ class Target:
     options: Mapping[str, Any] = field(default_factory=dict)
     seal: bool = False
     """Whether the user wants the target sealed."""
+    protect: int | None = None
+    """How many files of the target parity shall replace; None: none is written."""
     overwrite: bool = False
     """Whether a checkpoint at the path is replaced."""
     is_folder: bool = False
@@ -213,9 +215,26 @@ def _kind(option: FormatOption) -> dict[str, Any]:
 _ENDINGS = ".safetensors, .pt (.pth, .bin, .ckpt: torch), .ucp (universal), .msgpack (flax), .gguf"
 
 
+protecting = click.option(
+    "--protect",
+    type=click.IntRange(1, 32),
+    metavar="M",
+    help="Then write parity that replaces any M files, as `ckpt protect` does.",
+)
 overwriting = click.option(
     "--overwrite", is_flag=True, help="Replace a checkpoint at TARGET. It goes when the new one is complete."
 )
+
+
+def _check_protected(target: str) -> None:
+    """Raise `UsageError` if parity cannot be written for a target: one in a store, or a single file."""
+    from ckpt_formats.registry.endings import format_of_ending
+    from ckpt_formats.stores.location import is_url
+
+    if is_url(target):
+        raise click.UsageError("--protect writes parity in the file system only: write a folder, then `ckpt copy` it.")
+    if not target.endswith("/") and format_of_ending(Path(target)) is not None:
+        raise click.UsageError("--protect is about the files of a folder: parity of one file would be copies of it.")
 
 
 def target(default: str) -> Callable[[F], F]:
@@ -227,11 +246,19 @@ def target(default: str) -> Callable[[F], F]:
     def decorate(command: F) -> F:
         @wraps(command)
         def wrapper(
-            *args: Any, target: str, format_name: str | None, seal: bool, overwrite: bool, **arguments: Any
+            *args: Any,
+            target: str,
+            format_name: str | None,
+            seal: bool,
+            protect: int | None,
+            overwrite: bool,
+            **arguments: Any,
         ) -> Any:
+            if protect is not None:
+                _check_protected(target)
             options = {name: arguments.pop(name) for name in FORMAT_OPTIONS}
             given = {name: value for name, value in options.items() if value is not None}
-            place = Target(target_path(target), format_name, given, seal, overwrite, target.endswith("/"))
+            place = Target(target_path(target), format_name, given, seal, protect, overwrite, target.endswith("/"))
             return command(*args, target=place, **arguments)
 
         options = [
@@ -249,7 +276,7 @@ def target(default: str) -> Callable[[F], F]:
         seal = click.option(
             "--seal", is_flag=True, help="Then write checksums of all files next to them, as `ckpt seal` does."
         )
-        grouped = with_options(wrapper, to, *options, seal, overwriting, group="Target")
+        grouped = with_options(wrapper, to, *options, seal, protecting, overwriting, group="Target")
         return cast(F, click.argument("target", type=CheckpointPath())(grouped))
 
     return decorate

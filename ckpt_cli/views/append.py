@@ -45,7 +45,16 @@ def append(chain: Path, source: Checkpoint, options: AppendOptions, resources: E
         policy = with_trials(options.policy)
         parent = options.open_parent()
         result = chain_append.append(chain, source, options.step, policy, resources, progress, parent)
+    protect_member(chain, result, options, resources)
     show(result, chain, as_json)
+
+
+def protect_member(chain: Path, result: AppendResult, options: AppendOptions, resources: Execution) -> None:
+    """Write parity for a state that was appended, if the user wants it: its files never change."""
+    if options.protect is not None:
+        from ckpt_cli.views.protect import protect_target
+
+        protect_target(chain / result.member.folder, options.protect, resources)
 
 
 def append_each(

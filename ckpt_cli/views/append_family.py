@@ -14,7 +14,7 @@ from ckpt_cli import notes
 from ckpt_cli.options.delta import AppendOptions
 from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views import columns, report
-from ckpt_cli.views.append import estimate, note_warnings, show, with_trials
+from ckpt_cli.views.append import estimate, note_warnings, protect_member, show, with_trials
 from ckpt_cli.views.chain_log import times
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.text import format_nbytes, printable
@@ -50,6 +50,7 @@ def append(chain: Path, source: Checkpoint, options: AppendOptions, resources: E
     with progress_bar("appending") as progress:
         policy = with_trials(options.policy)
         result = family.append_model(chain, source, options.name, parent, policy, resources, progress)
+    protect_member(chain, result, options, resources)
     listed = chain_file.read(chain).parent_of(result.member)
     show(result, chain, as_json, None if listed is None else listed.name)
 

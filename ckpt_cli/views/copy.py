@@ -15,14 +15,14 @@ from ckpt_formats.core.text import format_nbytes, printable
 _MAX_ROWS = 20
 
 
-def run(work: Copy, resources: Execution, as_json: bool) -> None:
-    """Copy with a bar, and show what was written."""
+def run(work: Copy, protect: int | None, resources: Execution, as_json: bool) -> None:
+    """Copy with a bar, and show what was written. `protect`: how many files parity of the copy shall replace."""
     notes.note(*work.plan().notes)
     notes.flush()
     with progress_bar("copying") as progress:
         result = work.run(resources=resources, progress=progress)
     notes.note(*result.notes)
-    job.show_result(result, as_json)
+    job.show_result(result, as_json, afterwards=job.Afterwards(resources, protect=protect))
 
 
 def update(source: str, target: str, every: float | None, resources: Execution, as_json: bool) -> None:

@@ -1,9 +1,9 @@
 """Run jobs, and show what they write."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +19,9 @@ from ckpt_formats.core.format import Plan
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import counted, format_nbytes, list_names, printable
 from ckpt_formats.core.value_changes import ChangedTensor
+
+if TYPE_CHECKING:
+    from ckpt_cli.options.target import Target
 
 _MAX_ROWS = 20
 _NAMED = 8
@@ -48,17 +51,47 @@ def run(label: str, job: Job, resources: Execution, notices: Sequence[Notice] = 
     return result
 
 
-def write(label: str, job: Job, dry_run: bool, resources: Execution, as_json: bool, seal: bool = False) -> None:
+@dataclass(frozen=True)
+class Afterwards:
+    """What else is written when a target is complete."""
+
+    resources: Execution
+    seal: bool = False
+    """Its checksums."""
+    protect: int | None = None
+    """Parity that replaces so many of its files."""
+
+    def run(self, target: Path, is_pending: bool) -> dict[str, Any]:
+        """Write it. Returns fields of the JSON. What has to wait is noted."""
+        place, fields = printable(str(target)), dict[str, Any]()
+        if is_pending:
+            orders = {f"ckpt seal {place}": self.seal, f"ckpt protect {place} --lose {self.protect}": self.protect}
+            for order in (order for order, is_wanted in orders.items() if is_wanted):
+                notes.note(f"when the target is published, run `{order}`")
+            return fields
+        if self.seal:
+            from ckpt_cli.views.seal import seal_target  # few targets are sealed
+
+            fields["seal_file"] = seal_target(target, self.resources)
+        if self.protect is not None:
+            from ckpt_cli.views.protect import protect_target
+
+            fields["parity"] = protect_target(target, self.protect, self.resources)
+        return fields
+
+
+def write(label: str, job: Job, dry_run: bool, resources: Execution, as_json: bool, target: "Target") -> None:
     """Run a job with a progress bar, and show what it wrote; with `dry_run`, only show what it would write.
 
-    With `seal`, what was written is sealed.
+    `target`: what else the user wants written.
     """
     if dry_run:
         show_plan(
             job.source, planned(job), job.path, job.format.name, as_json, reads=job.store_reads(resources=resources)
         )
     else:
-        show_result(run(label, job, resources), as_json, seal_with=resources if seal else None)
+        afterwards = Afterwards(resources, target.seal, target.protect)
+        show_result(run(label, job, resources), as_json, afterwards=afterwards)
 
 
 def planned(job: Job) -> Plan:
@@ -122,15 +155,11 @@ def _reads_json(reads: StoreReads | None) -> dict[str, Any]:
 
 
 def show_result(
-    result: Result, as_json: bool, more: Mapping[str, Any] | None = None, seal_with: Execution | None = None
+    result: Result, as_json: bool, more: Mapping[str, Any] | None = None, afterwards: Afterwards | None = None
 ) -> None:
-    """Show what a job wrote. `more`: further fields of the JSON. `seal_with`: seal it first, with these resources."""
-    if seal_with is not None and result.status != "pending":
-        from ckpt_cli.views.seal import seal_target  # few targets are sealed
-
-        more = {**(more or {}), "seal_file": seal_target(result.target, seal_with)}
-    elif seal_with is not None:
-        notes.note(f"not sealed yet: run `ckpt seal {printable(str(result.target))}` when it is published")
+    """Show what a job wrote. `more`: further fields of the JSON. `afterwards`: what is written first."""
+    if afterwards is not None:
+        more = {**(more or {}), **afterwards.run(result.target, result.status == "pending")}
     if as_json:
         data({**to_json(result), **(more or {})})
         return

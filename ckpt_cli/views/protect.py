@@ -1,19 +1,20 @@
 """Write parity and repair by it with a progress bar, and show what was done."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ckpt.pipeline import Execution
+from ckpt.pipeline import Execution, Resources
 from ckpt.protection.damage import DamagedFile
-from ckpt.protection.protect import Protection, ProtectPlan, run_protect
+from ckpt.protection.protect import Protection, ProtectPlan, plan_protect, run_protect
 from ckpt.protection.repair import Repair
 from ckpt.protection.repair import repair as repair_files
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views.columns import show, table
-from ckpt_cli.views.report import conclude, data, file_count
+from ckpt_cli.views.report import conclude, data, error_lines, file_count
+from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.text import format_nbytes, list_names, printable
 
 _MAX_ROWS = 50
@@ -77,11 +78,7 @@ def repair(
 
 def _show(done: Repair) -> None:
     notes.flush()
-    rows = [(printable(_name(done.path, one.path)), one.what, _fate(one, done.written)) for one in done.damaged]
-    if rows:
-        show(table(("file", "found", ""), rows[:_MAX_ROWS], breaks=(0,)))
-    if len(rows) > _MAX_ROWS:
-        conclude(f"and {len(rows) - _MAX_ROWS} more files")
+    _show_rows(done)
     place, read = printable(str(done.path)), format_nbytes(done.nbytes)
     if not done.damaged:
         conclude(f"ok: {place}: {read} of data and parity fit their hashes")
@@ -96,6 +93,15 @@ def _show(done: Repair) -> None:
         )
         notes.note("with copies of these files, perhaps older ones: ckpt repair --from OTHER")
     conclude(text)
+
+
+def _show_rows(done: Repair) -> None:
+    """Print a row for each damaged file."""
+    rows = [(printable(_name(done.path, one.path)), one.what, _fate(one, done.written)) for one in done.damaged]
+    if rows:
+        show(table(("file", "found", ""), rows[:_MAX_ROWS], breaks=(0,)))
+    if len(rows) > _MAX_ROWS:
+        conclude(f"and {len(rows) - _MAX_ROWS} more files")
 
 
 def _fate(one: DamagedFile, written: bool) -> str:
@@ -130,3 +136,42 @@ def damaged_json(one: DamagedFile) -> dict[str, Any]:
         "lost_ranges": [list(one_range) for one_range in one.lost_ranges],
         "parity": one.is_parity,
     }
+
+
+def verify_parity(path: Path, resources: Resources, ok: bool, verified: Mapping[str, Any] | None) -> bool:
+    """Compare all files of a folder with its parity, and show what is damaged, and whether it can be repaired.
+
+    `ok`: whether the checkpoint itself is. `verified`: what `verify` prints of it with `--json`. Returns whether
+    nothing is wrong.
+    """
+    try:
+        with progress_bar("comparing with parity") as progress:
+            done = repair_files(path, dry_run=True, resources=resources, progress=progress)
+    except CkptError as error:
+        if verified is None:
+            error_lines(error)
+        else:
+            data({**verified, "ok": False, "parity": {"ok": False, "nbytes": 0, "damaged": []}})
+        return False
+    is_whole = not done.damaged
+    if verified is not None:
+        fields = {"ok": is_whole, "nbytes": done.nbytes, "damaged": list(map(damaged_json, done.damaged))}
+        data({**verified, "ok": ok and is_whole, "parity": fields})
+    elif is_whole:
+        conclude(f"parity: {format_nbytes(done.nbytes)} of data and parity fit their hashes")
+    else:
+        _show_rows(done)
+        text = f"DAMAGED: {file_count(len(done.damaged))} of {printable(str(path))}"
+        fate = (
+            f"{file_count(len(done.unrepairable))} of them cannot be repaired"
+            if done.unrepairable
+            else "all can be repaired"
+        )
+        verb = "differs" if len(done.damaged) == 1 else "differ"
+        conclude(f"{text} {verb} from parity; {fate}: ckpt repair {printable(str(path))}")
+    return ok and is_whole
+
+
+def protect_target(target: Path, lose: int, resources: Execution) -> dict[str, Any]:
+    """Protect what a command has just written; parity that it has copied is replaced. Returns the result as data."""
+    return protection_json(_run(plan_protect(target, lose, overwrite=True), resources))

@@ -42,11 +42,11 @@ _gathered: list[Mapping[str, Any]] | None = None
 def gathered() -> Iterator[list[Mapping[str, Any]]]:
     """Within the context, `data` prints nothing; the objects are in the list."""
     global _gathered
-    _gathered = []
+    around, _gathered = _gathered, []
     try:
         yield _gathered
     finally:
-        _gathered = None
+        _gathered = around
 
 
 def data(value: Mapping[str, Any]) -> None:

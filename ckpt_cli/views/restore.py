@@ -32,7 +32,7 @@ def restore(state: ChainState, target: Target, format: WritableFormat, resources
     notes.flush()
     with progress_bar("restoring") as progress:
         result = chain_restore.restore(state, target.path, format, resources, progress, target.overwrite)
-    job.show_result(result, as_json, _partial_json(state), resources if target.seal else None)
+    job.show_result(result, as_json, _partial_json(state), job.Afterwards(resources, target.seal, target.protect))
     if not (as_json or state.checkpoint.errors):
         conclude("exact: every bit is as it was saved")
 

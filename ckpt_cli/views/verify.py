@@ -21,9 +21,11 @@ from ckpt_cli.options.verify import How
 from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError, NotFoundError
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.zero_values import zero_notices
+from ckpt_formats.parity.blocks import has_parity
 from ckpt_formats.registry.opening import open_checkpoint as open_any
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.states import all_steps
@@ -36,8 +38,24 @@ def verify(
 ) -> bool:
     """Check everything with a progress bar, and show the findings. Returns whether there are none.
 
-    `open_checkpoint` is called if the path is not a chain.
+    If there is parity, all files are compared with it, too. `open_checkpoint` is called if the path is not a chain.
     """
+    if how.quick or is_remote(path) or not has_parity(path):
+        return _verify_files(path, open_checkpoint, resources, how, as_json)
+    from ckpt_cli.views.protect import verify_parity
+
+    with report.gathered() as objects:
+        try:
+            ok = _verify_files(path, open_checkpoint, resources, how, as_json)
+        except NotFoundError as error:  # the files by which a format is known may be lost
+            report.unreadable(path, error, [Finding("unreadable", error.what, str(path))], 0.0, as_json)
+            ok = False
+    return verify_parity(path, resources, ok, objects[0] if as_json else None)
+
+
+def _verify_files(
+    path: Path, open_checkpoint: Callable[[], Checkpoint], resources: Resources, how: How, as_json: bool
+) -> bool:
     started = time.monotonic()
     try:
         if (path / chain_file.NAME).is_file():

@@ -245,3 +245,66 @@ def test_no_file_is_written_through_a_link_to_a_folder(run: Path, tmp_path: Path
     done = command("repair", run)
     assert done.code == 21
     assert not lost.exists()
+
+
+def flip(path: Path, at: int = -3) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_verify_finds_by_parity_what_a_format_without_checksums_cannot(tmp_path: Path) -> None:
+    shutil.copytree(SAMPLES / "transformers-5.23-trainer", tmp_path / "hf")
+    ckpt.protect(tmp_path / "hf", 1, resources=TWO)
+    whole = command("verify", tmp_path / "hf", "--json")
+    assert (whole.code, json.loads(whole.out)["parity"]["ok"]) == (0, True)
+    flip(tmp_path / "hf" / "model.safetensors")
+    damaged = command("verify", tmp_path / "hf", "--json")
+    assert damaged.code == BROKEN
+    (one,) = json.loads(damaged.out)["parity"]["damaged"]
+    assert (Path(one["file"]).name, one["blocks"], one["repairable"]) == ("model.safetensors", 1, True)
+    assert "all can be repaired: ckpt repair" in command("verify", tmp_path / "hf").out
+
+    (tmp_path / "hf" / "model.safetensors").unlink()  # nothing says any more what the folder is
+    assert command("verify", tmp_path / "hf").code == BROKEN
+    assert command("repair", tmp_path / "hf").code == 0
+    assert command("verify", tmp_path / "hf").code == 0
+
+
+def test_a_damaged_checkpoint_is_read_through_its_parity(run: Path, tmp_path: Path) -> None:
+    flip(next(run.rglob("mp_rank*")), 20_000)
+    next(run.rglob("*rank_1_*optim*")).unlink()
+    damaged = contents_of(run)
+    assert command("convert", run, tmp_path / "x").code == BROKEN
+    assert command("convert", f"parity://{run}", tmp_path / "u").code == 0
+    assert command("diff", tmp_path / "u", ZERO1).code == 0
+    assert contents_of(run) == damaged
+    next(run.rglob("*rank_0_*optim*")).unlink()
+    done = command("convert", f"parity://{run}", tmp_path / "y")
+    assert (done.code, (tmp_path / "y").exists()) == (BROKEN, False)
+
+
+def test_copies_take_parity_along_unless_files_that_it_protects_stay_behind(run: Path, tmp_path: Path) -> None:
+    assert command("copy", run, tmp_path / "partly").code == 0
+    assert not (tmp_path / "partly" / ".ckpt-parity").exists()  # truth.safetensors is no part of the checkpoint
+    (run / "truth.safetensors").unlink()
+    assert command("protect", run, "--overwrite").code == 0
+    assert command("copy", run, tmp_path / "copy").code == 0
+    assert not ckpt.repair(tmp_path / "copy", dry_run=True, resources=TWO).damaged
+
+
+def test_commands_protect_what_they_write(tmp_path: Path) -> None:
+    done = command("convert", ZERO1, tmp_path / "u", "--protect", 1, "--json")
+    assert json.loads(done.out)["parity"]["lose"] == 1
+    assert command("copy", tmp_path / "u", tmp_path / "copy", "--protect", 2).code == 0
+    assert ckpt.protect(tmp_path / "copy", 2, overwrite=True).domains == 3  # the parity of the source is not among them
+    shutil.rmtree(tmp_path / "u" / ".ckpt-parity")
+    assert command("append", tmp_path / "run.chain", tmp_path / "u", "--protect", 1).code == 0
+    assert command("copy", tmp_path / "run.chain", tmp_path / "copy.chain", "--protect", 1).code == 0
+    for protected in (tmp_path / "copy.chain", tmp_path / "copy.chain" / "step-0000000005"):
+        whole = contents_of(tmp_path / "copy.chain")
+        next(protected.glob("*.json")).unlink()
+        assert command("repair", protected).code == 0
+        assert contents_of(tmp_path / "copy.chain") == whole
+    assert command("verify", tmp_path / "copy.chain").code == 0
+    assert command("convert", ZERO1, tmp_path / "one.safetensors", "--protect", 1).code == 2

@@ -22,7 +22,7 @@ LIMITS = {
     # `protection` writes parity beside files of any format, and repairs them
     "ckpt": (21, 35),
     # `parity` is about blocks of files, whatever their format is
-    "ckpt_formats": (9, 19),  # `stores` reads what lies in buckets; `registry` lists the folder of a run there
+    "ckpt_formats": (9, 20),  # `stores` reads what lies in buckets; `registry` lists the folder of a run there
     "ckpt_codecs": (14, 51),  # `quantised` gives the values of weights that other libraries quantised
 }
 """Rooms and arrows. A room is a module or a package directly in the package; an arrow, that one imports another."""

@@ -4,7 +4,7 @@ What the reader of the format has opened is part of it, and what is beside that 
 ckpt names as not read, other checkpoints, texts and logs are not.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,6 +19,8 @@ from ckpt_formats.core.identity import Identities, Identity, unrecorded
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
+from ckpt_formats.parity.blocks import find_parity
+from ckpt_formats.parity.manifest import FOLDER as PARITY
 from ckpt_formats.registry import FORMATS
 from ckpt_formats.registry.listed import is_mark
 from ckpt_formats.registry.location import locate
@@ -99,14 +101,23 @@ def select(path: Path, everything: bool = False) -> ChosenFiles:
     )
     names = {_name(path, one) for one in contents.read}
     chosen, left_out = list[ChosenFile](), list[str]()
+    parity: dict[str, list[ChosenFile]] = {}
     for name, file in below(path):
-        if everything or name in names or contents.is_part(name):
+        above, mark, _ = f"/{name}".rpartition(f"/{PARITY}/")
+        if mark and name not in names:
+            parity.setdefault(above[1:], []).append(ChosenFile(name, file, file.stat().st_size))
+        elif everything or name in names or contents.is_part(name):
             data = contents.data.get(file)
             nbytes = contents.nbytes.get(file, file.stat().st_size) if data is None else len(data)
             chosen.append(ChosenFile(name, file, nbytes, data))
         else:
             left_out.append(name)
     there = {one.name for one in chosen}
+    for folder, own in parity.items():
+        if everything or _is_protected_whole(path / folder if folder else path, folder, there):
+            chosen += own
+        else:
+            left_out += [one.name for one in own]
     for missing in sorted(names - there):
         raise IncompleteError("was removed since the checkpoint was opened", where=path / missing)
     notices = contents.notices
@@ -127,6 +138,16 @@ def select(path: Path, everything: bool = False) -> ChosenFiles:
     files = tuple(one for one in chosen if one.name not in names_last)
     seals = {path: of_file for path, of_file in _by_file(contents.seals).items() if path in identities}
     return ChosenFiles(source, files, last, seals, False, contents.opened)
+
+
+def _is_protected_whole(folder: Path, name: str, chosen: Set[str]) -> bool:
+    """Whether all files that parity protects are copied. `name`: that of the folder below the source."""
+    try:
+        protected = find_parity(folder).manifest.files
+    except CkptError:
+        return False
+    above = f"{name}/" if name else ""
+    return all(f"{above}{file.name}" in chosen for file in protected)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ _CONTAINER_PARTS = {"s3": 1, "gs": 1, "az": 2}
 """How many parts of a URL name the bucket: `s3://bucket`, `gs://bucket`, `az://account/container`."""
 _WRITABLE = ("s3", "gs", "az")
 _WEB = ("http", "https")
+_PARITY = "parity"
 _OTHER_MACHINE = re.compile(r"([\w.-]{1,64})@([\w.-]{1,253}):(?!//)(.{1,4096})", re.DOTALL)
 """`user@host:path`."""
 _SYNONYMS = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
@@ -24,7 +25,7 @@ _OF_AZURE = ("abfs", "abfss", "wasb", "wasbs")
 """`abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/KEY`, as Hadoop writes it."""
 _REPOSITORY_KINDS = {"datasets": "dataset", "spaces": "space"}
 _FORMS = "s3://BUCKET/KEY, gs://BUCKET/KEY, az://ACCOUNT/CONTAINER/KEY"
-_READ = f"{_FORMS}, hf://ORGANISATION/MODEL[@REVISION][/PATH], https://HOST/PATH"
+_READ = f"{_FORMS}, hf://ORGANISATION/MODEL[@REVISION][/PATH], https://HOST/PATH, parity:///PATH"
 
 
 def is_url(text: str) -> bool:
@@ -64,6 +65,10 @@ def _read_path(place: StrPath, anonymous: bool, one_level: bool) -> Path:
         from ckpt_formats.stores.http_store import open_web
 
         return open_web(place, anonymous)
+    if scheme == _PARITY:
+        from ckpt_formats.stores.parity_store import open_parity
+
+        return open_parity(place)
     kind, parts = _parts(scheme, place)
     if kind == "hf":
         return _hub_path(place, parts, anonymous)

@@ -1,0 +1,100 @@
+"""A damaged folder, read through its parity: `parity:///PATH`. Nothing is written.
+
+Each block is compared with its hash when it is read; one that does not fit is computed from others.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from ckpt_codecs.base import Array
+from ckpt_formats.core.errors import InvalidArgumentError
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.parity.blocks import BlockAddress, BlockSource, ProtectedFolder, StripeBuffers, find_parity, recover
+from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, HASH_NBYTES
+from ckpt_formats.stores.listed_store import ListedStore, StoredObject
+
+SCHEME = "parity"
+_RECENT = 32
+"""Blocks that are in memory, since small reads share them."""
+
+
+class ParityStore(ListedStore):
+    """The files of a folder as they were when they were protected. Threads may share it."""
+
+    def __init__(self, folder: ProtectedFolder) -> None:
+        root, tag = _key(folder.root), folder.hashes.to_bytes()[-HASH_NBYTES:].hex()
+        objects = {
+            f"{root}/{file.name}": StoredObject(file.nbytes, f"{tag}-{number}", 0.0)
+            for number, file in enumerate(folder.manifest.files)
+        }
+        super().__init__(f"{SCHEME}://", objects, root)
+        self._folder = folder
+        self._blocks: dict[str, list[BlockAddress]] = {}
+        for number, group in enumerate(folder.manifest.groups):
+            for column, domain in enumerate(group.domains):
+                for stripe, (file, _) in enumerate(domain.blocks):
+                    at = BlockAddress(number, column, stripe)
+                    self._blocks.setdefault(f"{root}/{domain.files[file].name}", []).append(at)
+        self._recent: OrderedDict[BlockAddress, Array] = OrderedDict()
+        self._lock_of_recent = Lock()
+        self.computed: set[BlockAddress] = set()
+        """Blocks that did not fit, and were computed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._folder,)
+
+    def level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
+        """Nothing is known of what lies around the folder."""
+        return {}, []
+
+    def get(self, key: str, offset: int, nbytes: int) -> memoryview:
+        """A range of a file. Raises `IncompleteError` if more is lost than parity replaces."""
+        parts = []
+        for index in range(offset // BLOCK_NBYTES, -(-(offset + nbytes) // BLOCK_NBYTES)):
+            start = index * BLOCK_NBYTES
+            block = self._block(self._blocks[key][index])
+            parts.append(block[max(offset - start, 0) : offset + nbytes - start])
+        return parts[0].data if len(parts) == 1 else np.concatenate(parts).data
+
+    def _block(self, at: BlockAddress) -> Array:
+        """A block, (n,) uint8, that fits its hash."""
+        with self._lock_of_recent:
+            if at in self._recent:
+                self._recent.move_to_end(at)
+                return self._recent[at]
+        block = np.empty(self._folder.place(at).nbytes, np.uint8)
+        with Reader(check=False) as reader:
+            source = BlockSource(self._folder, reader)
+            if not source.fetch(at, block):
+                (computed,) = recover(source, [at], [], StripeBuffers(1))
+                block[:] = computed[: block.size]
+                self.computed.add(at)
+        with self._lock_of_recent:
+            self._recent[at] = block
+            while len(self._recent) > _RECENT:
+                self._recent.popitem(last=False)
+        return block
+
+
+def open_parity(url: str) -> StorePath:
+    """The path that `parity:///PATH` names: a folder that has parity, something in it, or a state of a chain.
+
+    Raises as `find_parity`.
+    """
+    place = Path(url.partition("://")[2]).absolute()
+    if ".." in place.parts:
+        raise InvalidArgumentError("has a part `..`", where=url, hint="Name the folder itself.")
+    chain = place.with_name(place.name.rpartition("@")[0]) if "@" in place.name else place
+    candidates = (place, chain, *place.parents)
+    root = next((one for one in candidates if (one / FOLDER).is_dir()), place)
+    return StorePath(ParityStore(find_parity(root)), _key(place))
+
+
+def _key(path: Path) -> str:
+    return path.absolute().as_posix().lstrip("/")
