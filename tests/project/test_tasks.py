@@ -86,6 +86,11 @@ PRINTS = {
     "reshard run/global_step5 for-8-gpus --dp 8 --dry-run": r"pp 0 tp 0 dp 7 .*nothing was written",
     "inspect trainer": r"step        4\nlayout      not sharded; keys .*transformer",
     "inspect stranger.pt": r'keys "model"\n.*2 in 1 tensor.*epoch: 3',
+    "protect run/global_step5 --lose 2": r"any 2 of 3 files may be lost: run/global_step5/\.ckpt-parity",
+    "repair run/global_step5": r"^ok: run/global_step5: .* fit their hashes",
+    "append models.family base --family": r"models.family: base, base, .*, exact\nwrote 1 file",
+    "append models.family merged --dry-run": r"models.family: merged, .*nothing was written",
+    "append models.family merged": r"models.family: merged, .*, exact",
     "append run.chain run/global_step5": r"step 5, base, .*, exact\nwrote 1 file",
     "append run.chain later --step 10": r"step 10, base.*not stored again: 253.1 KiB",
     "log run.chain": r"\n +5  base .*\n +10  base .*2 states of 835.8 KiB",
@@ -93,6 +98,9 @@ PRINTS = {
     "log recorded.chain": r"gradients of steps 4 to 6.*exact, without torch",
     "diff run.chain@5 run.chain@last": r"head.weight.*different: 1 of 124 tensors",
     "diff deltas.chain@10 deltas.chain@11 --by layer": r"by layer\n",
+    "diff deltas.chain@10 deltas.chain@11 deltas.chain@12 --state model --by layer": r"deltas.chain@12 +12 +1.67 %.*"
+    r"frozen +0 +0\ndifferent: 2 of 2 from deltas.chain@10",
+    "diff deltas.chain --table --by layer --by state --csv deltas.csv": r"different: 6 of 6 from deltas.chain@10",
     "diff deltas.chain@10 deltas.chain@12 --only '^frozen' --state model --tensors-only": r"the same: 1 tensor",
     "inspect run/global_step5 --html checkpoint.html": r"34,056 in 31 tensors",
     "prune steps --keep last:2,every:1000 --unchanged-for 0s --dry-run": r"checkpoint-100 .*would go\nwould remove 1",
@@ -205,6 +213,7 @@ WRITTEN: dict[str, Check] = {
     "mean": is_moved(0.75),
     "mean-of-two": is_same("kept/step-2"),
     "ema.safetensors": lambda made: np.allclose(np.asarray(made["w"]), 1.005989),
+    "merged-again.safetensors": is_same("merged"),
     "arc": is_moved(1 - math.sin(0.7 * math.pi / 2)),  # to zeros, which mergekit takes for a right angle
     "ties.safetensors": lambda made: 0 < (made["head.weight"][:] != run()["head.weight"][:]).sum() < 8192,
     "safe.safetensors": has_names("w"),
@@ -275,6 +284,7 @@ def check_outcome(line: str, out: str) -> None:
     if command in PRINTS:
         assert re.search(PRINTS[command], out, re.DOTALL), f"{line}\n{out}"
         return
+    assert command.split()[0] in WRITES, f"{line} has no outcome"
     *_, target = takewhile(lambda word: not word.startswith("-"), shlex.split(command))
     check = WRITTEN.get(command) or WRITTEN[target.rstrip("/")]
     assert check(library.open(target)), line
