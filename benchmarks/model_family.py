@@ -1,6 +1,7 @@
 """A family of models: fine-tunes of one base in one chain, beside encodings after ZipLLM's BitX and Xet's.
 
-    python benchmarks/model_family.py [--layers 4] [--width 256] [--steps 300] [--rate 2e-5] [--speed 256] [--json FILE]
+    python benchmarks/model_family.py [--layers 4] [--width 256] [--steps 300] [--rate 2e-5] [--models DIR]
+        [--speed 256] [--json FILE]
 
 A small language model of bytes is trained on the docs of this project and saved in bfloat16. Its fine-tunes:
 
@@ -74,7 +75,7 @@ TUNINGS = {
 
 
 def train(folder: Path, layers: int, width: int, steps: int, rate: float) -> None:
-    """Write the base and its fine-tunes as safetensors in bfloat16."""
+    """Write the base and its fine-tunes as safetensors in bfloat16, but for those that are there."""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -89,7 +90,10 @@ def train(folder: Path, layers: int, width: int, steps: int, rate: float) -> Non
         num_attention_heads=4,
         tie_word_embeddings=False,
     )
+    folder.mkdir(exist_ok=True)
     for name, tuning in TUNINGS.items():
+        if (folder / f"{name}.safetensors").exists():
+            continue
         model = LlamaForCausalLM(config)
         if tuning.parent is not None:  # fine-tunes begin with the published weights, in bfloat16
             state = load_file(folder / f"{tuning.parent}.safetensors")
@@ -202,14 +206,14 @@ def repeated(path: Path, target: Path, nbytes: int) -> None:
     save_file({name: np.concatenate([one] * times) for name, one in tensors.items()}, target)
 
 
-def restore_speed(folder: Path, nbytes: int) -> list[dict[str, Any]]:
+def restore_speed(models: Path, folder: Path, nbytes: int) -> list[dict[str, Any]]:
     """Restore repeated models with one worker: values in GB for each second of a processor, and of a clock."""
     import ckpt
 
     family, resources, rows = ckpt.Chain(folder / "large.family"), ckpt.Resources(workers=1), list[dict[str, Any]]()
     for name in ("base", "full", "again"):
         model = folder / f"large-{name}.safetensors"
-        repeated(folder / f"{name}.safetensors", model, nbytes)
+        repeated(models / f"{name}.safetensors", model, nbytes)
         family.append(ckpt.open(model), name=name, resources=resources)
         for format, target in (("universal", folder / "restored"), ("safetensors", folder / "restored.safetensors")):
             times = []
@@ -241,16 +245,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rate", type=float, default=2e-5)
+    parser.add_argument("--models", type=Path, help="the folder of the trained models; those that are there stay")
     parser.add_argument("--speed", type=int, metavar="MB", help="restore models of so many megabytes")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory(prefix="family-") as temporary:
         folder = Path(temporary)
-        train(folder, arguments.layers, arguments.width, arguments.steps, arguments.rate)
+        models = arguments.models or folder
+        train(models, arguments.layers, arguments.width, arguments.steps, arguments.rate)
         family, earlier = folder / "models.family", list[Path]()
         for name, tuning in TUNINGS.items():
-            model, again = folder / f"{name}.safetensors", folder / "restored.safetensors"
+            model, again = models / f"{name}.safetensors", folder / "restored.safetensors"
             encode = run("append", family, model, "--family")
             decode = run("restore", f"{family}@{name}", again)
             assert again.read_bytes() == model.read_bytes()
@@ -266,10 +272,10 @@ def main() -> None:
             run("convert", model, folder / f"{name}-plain")
             alone = folder / f"{name}-alone"
             run("compress", folder / f"{name}-plain", alone)
-            size, base = model.stat().st_size, folder / "base.safetensors"
+            size, base = model.stat().st_size, models / "base.safetensors"
             sizes = {
                 "family": member["stored_nbytes"],
-                "BitX-like": min(bitx(folder / f"{parent}.safetensors", model) for parent in parents),
+                "BitX-like": min(bitx(models / f"{parent}.safetensors", model) for parent in parents),
                 "Xet-like": xet(earlier[:-1], model),
                 "ckpt alone": sum(file.stat().st_size for file in alone.rglob("*") if file.is_file()),
             }
@@ -288,7 +294,7 @@ def main() -> None:
             + "; times smaller than "
             + ", ".join(f"{key} {totals[key] / totals['family']:.2f}" for key in ("BitX-like", "Xet-like"))
         )
-        speed = restore_speed(folder, arguments.speed * 1_000_000) if arguments.speed else []
+        speed = restore_speed(models, folder, arguments.speed * 1_000_000) if arguments.speed else []
     if arguments.json:
         arguments.json.write_text(json.dumps({"models": rows, "totals": totals, "speed": speed}, indent=1))
 

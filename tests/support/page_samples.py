@@ -151,6 +151,13 @@ def edge_cases(chain: Path, recorded: Path) -> dict[str, str]:
     members = fields["steps"]
     extreme = {"<b>": {"rel": 1e-300, "max_abs": 1e300}, "none": {"rel": 0.0, "max_abs": None}}
     chains = {
+        "a family": {
+            "steps": [
+                {**one, "name": f"m{i}", "parent": None if one["kind"] == "base" else "m0"}
+                for i, one in enumerate(fields["steps"])
+            ],
+            "segments": [],
+        },
         "no state": {"steps": [], "raw_nbytes": 0, "stored_nbytes": 0, "segments": _log_fields(recorded)["segments"]},
         "many states": {"steps": [{**members[i % len(members)], "step": 10 * i} for i in range(many)]},
         "extreme states": {"steps": [{**members[1], "step": 10**15 + i, "errors": extreme} for i in range(3)]},

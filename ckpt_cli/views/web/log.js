@@ -1,10 +1,12 @@
-// A chain: size and error by step, segments of its log, and all states.
+// A chain: size and error by step, segments of its log, and all states; or a family of models by number and name.
 
 const LEFT = 62, RIGHT = 14, TOP = 12, BOTTOM = 40, STRIP = 12;
 const members = facts.steps, segments = facts.segments;
 const figures = { stored: (one) => one.stored_nbytes, reads: (one) => one.restore.reads_nbytes, ratio: (one) => one.ratio };
 const times = (value) => Number(value.toPrecision(3)).toLocaleString("en-US");
 const texts = { stored: bytes, reads: bytes, ratio: (value) => `${times(value)}\u00d7` };
+const isFamily = members.some((one) => one.name !== undefined), memberNoun = isFamily ? "model" : "state";
+const stateLabel = (one) => (isFamily ? `${integer(one.step)}: ${one.name}` : `step ${integer(one.step)}`);
 const states = [...new Set(members.flatMap((one) => Object.keys(one.errors)))];
 const errorOf = (one, state, key) => {
   const value = Object.hasOwn(one.errors, state) ? one.errors[state][key] : null;
@@ -17,10 +19,10 @@ const largestError = (one, key) => {
 
 function head() {
   const name = facts.chain.replace(/\/+$/, "").split("/").pop() || facts.chain, logged = segments.reduce((sum, one) => sum + Math.max(0, (one.last ?? one.first) - one.first), 0);
-  verdict(members.length ? `${plural(members.length, "state")} in ${shownTimes(facts.raw_nbytes, facts.stored_nbytes)}` : plural(logged, "logged step"), "log");
-  const ends = members.length ? [members.length === 1 ? `A state of step ${integer(members[0].step)}.` : `States of steps ${integer(members[0].step)} to ${integer(members[members.length - 1].step)}.`] : [];
+  verdict(members.length ? `${plural(members.length, memberNoun)} in ${shownTimes(facts.raw_nbytes, facts.stored_nbytes)}` : plural(logged, "logged step"), "log");
+  const ends = isFamily ? ["A family of models, each stored in full or as a delta of another one."] : members.length ? [members.length === 1 ? `A state of step ${integer(members[0].step)}.` : `States of steps ${integer(members[0].step)} to ${integer(members[members.length - 1].step)}.`] : [];
   if (segments.length) ends.push(`The log of gradients has ${plural(logged, "step")}${segments.some((one) => one.has_ended === false) ? ", and has not ended" : ""}.`);
-  ends.push(facts.last === null ? "No step can be restored." : `The last step that can be restored is ${integer(facts.last)}.`);
+  if (!isFamily) ends.push(facts.last === null ? "No step can be restored." : `The last step that can be restored is ${integer(facts.last)}.`);
   const unfinished = facts.unfinished || [];
   if (unfinished.length) ends.push(`${plural(unfinished.length, "state")} ${unfinished.length === 1 ? "is" : "are"} not complete: ${unfinished.map((one) => one.folder).join(", ")}.`);
   by("lead").replaceChildren(named(name, 120), `: ${ends.join(" ")}`);
@@ -28,7 +30,7 @@ function head() {
   by("tiles").append(
     tile("stored", bytes(facts.stored_nbytes), `of ${bytes(facts.raw_nbytes)}`, facts.stored_nbytes / Math.max(facts.raw_nbytes, 1)),
     ...(members.length ? [tile("bases and deltas", integer(members.filter((one) => one.kind === "base").length), `${plural(members.filter((one) => one.kind !== "base").length, "delta")} after them`)] : []),
-    ...(!members.length ? [] : [approximate ? tile("approximate", integer(approximate), `of ${plural(members.length, "state")}; the others are exact`) : tile("values", "exact", "every bit of every state")]),
+    ...(!members.length ? [] : [approximate ? tile("approximate", integer(approximate), `of ${plural(members.length, memberNoun)}; the others are exact`) : tile("values", "exact", `every bit of every ${memberNoun}`)]),
     ...(lastOne ? [tile("to restore the last", bytes(facts.tip ? facts.tip.stored_nbytes : figures.reads(lastOne)), facts.tip ? "to read: it is stored alone, too" : `to read, ${plural(lastOne.restore.deltas, "delta")} to replay`)] : []),
     ...(segments.length ? [tile("gradients", bytes(segments.reduce((sum, one) => sum + (one.stored_nbytes || 0), 0)), plural(segments.length, "segment"))] : []),
   );
@@ -52,7 +54,7 @@ function stepAxis(grid, across, wide, tall) {
     const x = across(step), half = 3.6 * integer(step).length;
     grid.append(svg("text", { x: Math.min(x, wide - half - 1), y: tall - BOTTOM + 20, "text-anchor": "middle" }, integer(step)));
   }
-  grid.append(svg("text", { x: (LEFT + wide - RIGHT) / 2, y: tall - 4, "text-anchor": "middle" }, "step"));
+  grid.append(svg("text", { x: (LEFT + wide - RIGHT) / 2, y: tall - 4, "text-anchor": "middle" }, isFamily ? "number of the model" : "step"));
 }
 
 /** Values by the column of pixels in which their steps are: more states than columns are drawn as ranges. */
@@ -88,8 +90,8 @@ function cursored(picture, across, wide, tall, rowsOf) {
     line.setAttribute("x1", across(one.step));
     line.setAttribute("x2", across(one.step));
     line.setAttribute("visibility", "visible");
-    tip([el("b", {}, `step ${integer(one.step)}`), pairs(rows)], x, y);
-    if (speak) by("said").textContent = `step ${one.step}: ${rows.map((row) => row.join(" ")).join(", ")}`;
+    tip([el("b", {}, stateLabel(one)), pairs(rows)], x, y);
+    if (speak) by("said").textContent = `${stateLabel(one)}: ${rows.map((row) => row.join(" ")).join(", ")}`;
   };
   const hide = () => { line.setAttribute("visibility", "hidden"); hideTip(); };
   picture.append(line);
@@ -210,7 +212,7 @@ function segmentTable() {
 const approximateStates = states.length > 0;
 head();
 by("sizes").hidden = !members.length;
-by("sizes-note").textContent = `${isDense ? "The largest states of each column of the picture; bases are dots" : "A bar for each state"}${segments.length ? "; below them, the steps that the log of gradients has" : ""}.`;
+by("sizes-note").textContent = `${isDense ? "The largest states of each column of the picture; bases are dots" : `A bar for each ${memberNoun}`}${segments.length ? "; below them, the steps that the log of gradients has" : ""}.`;
 by("sizes-legend").append(...[["base", "base"], ["delta", "delta"], ...(segments.length ? [["segment", "log of gradients"]] : [])].map(([look, text]) => el("span", {}, el("i", { class: `swatch ${look}`, "aria-hidden": "true" }), text)));
 by("errors").hidden = !approximateStates;
 by("errors-note").textContent = `Measured when a state was stored, on a logarithmic axis. ${isDense ? "The band has all errors of a column of the picture, the line is their geometric mean." : "States without a point are exact."}`;
@@ -223,10 +225,14 @@ if (members.length) {
 segmentTable();
 by("members").hidden = !members.length;
 listing({
-  id: "members", noun: "state", rows: members, sort: "step", kind: (row) => row.kind, kinds: ["base", "delta"],
-  words: (row) => [row.step, row.kind, ...row.codecs].join(" "),
+  id: "members", noun: memberNoun, rows: members, sort: "step", kind: (row) => row.kind, kinds: ["base", "delta"],
+  words: (row) => [row.step, row.name ?? "", row.parent ?? "", row.kind, ...row.codecs].join(" "),
   columns: [
-    { key: "step", title: "step", up: true, value: (row) => row.step, cell: (row) => integer(row.step) },
+    ...(isFamily ? [
+      { key: "name", title: "model", text: true, value: (row) => row.name, cell: (row) => named(row.name, 120) },
+      { key: "parent", title: "parent", text: true, value: (row) => row.parent ?? "", cell: (row) => (row.parent === null ? "\u2013" : named(row.parent, 120)) },
+    ] : []),
+    { key: "step", title: isFamily ? "number" : "step", up: true, value: (row) => row.step, cell: (row) => integer(row.step) },
     { key: "kind", title: "kind", text: true, value: (row) => row.kind, cell: (row) => el("span", { class: `kind ${row.kind}` }, row.kind) },
     { key: "stored", title: "stored", value: (row) => row.stored_nbytes, cell: (row) => bytes(row.stored_nbytes) },
     { key: "raw", title: "raw", value: (row) => row.raw_nbytes, cell: (row) => bytes(row.raw_nbytes) },
