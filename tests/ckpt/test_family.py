@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from ckpt.chains.append import append
 from ckpt.chains.chain import Chain
@@ -23,7 +24,7 @@ from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import chain_file
-from damage import BROKEN, NOT_FOUND, UNSUPPORTED, ckpt
+from damage import BROKEN, NOT_FOUND, SAMPLES, UNSUPPORTED, ckpt
 from held import checkpoint, contents, parameter
 from page_codecs import decode, decode_delta
 from universal_decoder import ChainReader
@@ -263,3 +264,19 @@ def test_list_of_a_family_is_checked(family: Path) -> None:
         with pytest.raises(CorruptError, match=words):
             chain_file.parse(sealed_json.dump(fields), family / "chain.json")
     assert sealed_json.parse(content, family, "x")["version"] == 3
+
+
+def test_golden_family_has_every_bit_of_every_model() -> None:
+    """`sample_checkpoints/make_family.py` wrote it; no test does."""
+    run = SAMPLES / "family-1.chain"
+    expected = json.loads((SAMPLES / "family-1.expected.json").read_text())
+    members = {m.name: m for m in chain_file.read(run).members}
+    assert list(members) == list(expected)
+    assert [name for name, m in members.items() if m.shared] == ["embed"]
+    assert members["again"].folder == "step-0000000005.1"
+    independent = ChainReader(run, decode, decode_delta)
+    for name, hashes in expected.items():
+        values = contents(open_checkpoint(run.with_name(f"{run.name}@{name}")))
+        assert {key: xxhash.xxh3_128_hexdigest(data) for (key, _), (_, _, data) in values.items()} == hashes
+        decoded = independent.checkpoints[members[name].step]
+        assert {key: xxhash.xxh3_128_hexdigest(decoded.values(key, to_stored("model"))) for key in hashes} == hashes
