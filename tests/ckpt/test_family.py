@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 
+import ckpt as library
 from ckpt.chains.append import append
 from ckpt.chains.chain import Chain
 from ckpt.chains.compact import Retention
@@ -23,9 +24,11 @@ from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, Uns
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.registry.opening import open_checkpoint
+from ckpt_formats.stores.location import source_path
 from ckpt_formats.universal.chain import chain_file
 from damage import BROKEN, NOT_FOUND, SAMPLES, UNSUPPORTED, ckpt
 from held import checkpoint, contents, parameter
+from object_stores import BUCKET, StoreServer
 from page_codecs import decode, decode_delta
 from universal_decoder import ChainReader
 
@@ -280,3 +283,20 @@ def test_golden_family_has_every_bit_of_every_model() -> None:
         assert {key: xxhash.xxh3_128_hexdigest(data) for (key, _), (_, _, data) in values.items()} == hashes
         decoded = independent.checkpoints[members[name].step]
         assert {key: xxhash.xxh3_128_hexdigest(decoded.values(key, to_stored("model"))) for key in hashes} == hashes
+
+
+@pytest.mark.slow
+def test_family_in_a_bucket_is_changed_and_copied(user: StoreServer, family: Path, tmp_path: Path) -> None:
+    url = f"s3://{BUCKET}/a/models.chain"
+    library.copy(family, url)
+    run = Chain(url)
+    with pytest.raises(UnsupportedError, match="already, as code"):
+        run.append(model(MODELS["code"]), name="same")
+    run.compact(Retention(remove=("math", "base")))
+    stays = ["code", "math-dpo", "lora", "other"]
+    library.copy(url, tmp_path / "back.chain")
+    assert_whole(tmp_path / "back.chain", stays)
+    assert contents(open_checkpoint(source_path(f"{url}@lora"))) == contents(model(MODELS["lora"]))
+    Chain(tmp_path / "back.chain").append(model(MATH), name="math")
+    library.update_copy(tmp_path / "back.chain", url)
+    assert list(run.models) == [*stays, "math"]
