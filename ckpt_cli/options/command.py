@@ -33,6 +33,10 @@ _SEVERAL = {
 """What else may have been meant by several paths, by command."""
 
 
+ORDERED = frozenset(("append", "average", "merge", "merge-lora"))
+"""The commands whose arguments are of several kinds, or of any number."""
+
+
 class PathsCommand(GroupedCommand):
     """Names the paths that are too many, for example from a pattern of the shell."""
 
@@ -47,7 +51,18 @@ class PathsCommand(GroupedCommand):
             shown = list_names(given, printable, _MAX_SHOWN)
             hint = _SEVERAL.get(self.name or "", "")
             ctx.fail(f"one {places} at a time, but {len(given)} paths are given: {shown}.{hint}")
+        if self.name in ORDERED and not ctx.resilient_parsing:
+            from ckpt_cli.options.argument_order import check_order
+
+            check_order(str(self.name), _paths(self, ctx), ctx.meta["ckpt.words"][1:])
         return rest
+
+
+def _paths(command: click.Command, ctx: click.Context) -> list[str]:
+    """The arguments that were given, in their order."""
+    values = [ctx.params.get(one.name or "") for one in command.params if isinstance(one, click.Argument)]
+    several = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [str(one) for value in several for one in value]
 
 
 def command(name: str, as_json: bool = True) -> Callable[[Callable[..., None]], click.Command]:
