@@ -152,6 +152,7 @@ def test_tensors_that_fit_no_model_are_stored_in_full_and_named(family: Path, tm
     for name, values, parent, words in (
         ("resized", resized, "math", ("of another shape than in math", "embed.weight", "not in math", "value_head")),
         ("retyped", retyped, None, ("4 tensors of another type than in base",)),
+        ("empty", {}, None, ("no model of the family has a tensor of the same name",)),
         ("prefixed", prefixed, None, ("no model of the family has a tensor of the same name", r"--rename '^model\.='")),
     ):
         written = Chain(run).append(model(values), name=name)
@@ -273,6 +274,20 @@ def test_list_of_a_family_is_checked() -> None:
         with pytest.raises(CorruptError, match=words):
             chain_file.parse(sealed_json.dump(fields), family / "chain.json")
     assert sealed_json.parse(content, family, "x")["version"] == 3
+
+
+def test_list_that_names_another_parent_loses_no_model(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(SAMPLES / "family-1.chain", tmp_path / "models.chain"))
+    path = run / chain_file.NAME
+    fields = sealed_json.parse(path.read_bytes(), path, "x")
+    del fields["checksum"]
+    fields["members"][2]["parent"] = fields["members"][0]["content"]  # math-dpo is a delta of math
+    path.write_bytes(sealed_json.dump(fields))
+    for use in (lambda: Chain(run)["math-dpo"], lambda: Chain(run).compact(Retention(remove=("math",)))):
+        with pytest.raises(CorruptError, match="stored against another model than the list says"):
+            use()
+    assert (run / "step-0000000002").is_dir()
+    assert json.loads(ckpt("verify", run, "--json").out)["damaged_models"] == ["math-dpo"]
 
 
 def test_golden_family_has_every_bit_of_every_model() -> None:

@@ -12,7 +12,8 @@ from ckpt.pipeline import Execution
 from ckpt_formats.core.errors import NotFoundError, UnsupportedError
 from ckpt_formats.core.text import list_names
 from ckpt_formats.universal.chain.chain_file import ChainIndex, Member
-from ckpt_formats.universal.chain.members import open_member, open_one
+from ckpt_formats.universal.chain.members import check_place, open_member, open_one
+from ckpt_formats.universal.lineage import LoadedFiles
 from ckpt_formats.universal.unchanged import EarlierMember
 
 
@@ -53,10 +54,11 @@ def write_family(
     place: ChainChange, chain: ChainIndex, planned: CompactPlan, policy: DeltaPolicy, progress: AnyProgress | None
 ) -> list[Member]:
     """The members that the family has afterwards, of which those are written that lose their parent."""
-    written: list[Member] = []
+    written, loaded = list[Member](), LoadedFiles()
     for state in planned.states:
         assert state.member is not None  # a family has no log
         if state.how == "as it is":
+            check_place(place.run, state.member, loaded)  # a list that is wrong about a parent must not remove it
             written.append(state.member)
             continue
         result = _rewritten(

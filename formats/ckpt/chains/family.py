@@ -241,7 +241,11 @@ class _Differences:
             (f"of another shape than in {member.name}, so stored in full", self.reshaped),
             (f"of another type than in {member.name}, so stored in full", self.retyped),
         )
-        notes = tuple(Notice(f"{len(names):,} tensors {text}", tuple(names)) for text, names in texts if names)
+        notes = tuple(
+            Notice(f"{len(names):,} tensor{'s' * (len(names) > 1)} {text}", tuple(names))
+            for text, names in texts
+            if names
+        )
         hint = naming_hint(source, earlier) if self.new else None
         return notes if hint is None else (*notes, Notice(hint))
 

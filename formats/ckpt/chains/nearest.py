@@ -163,7 +163,7 @@ def _choose(candidates: Sequence[Candidate], alone: int) -> Candidate | None:
     """The parent with the fewest bytes; a deeper one only where it saves some, and none where that saves as much."""
     estimated = [one for one in candidates if one.stored_nbytes is not None]
     fewest = min((one.stored_nbytes or 0 for one in estimated), default=alone)
-    if fewest > _WORTH * alone:
+    if not estimated or fewest > _WORTH * alone:
         return None
     near = [one for one in estimated if (one.stored_nbytes or 0) * _WORTH <= fewest]
     return min(near, key=lambda one: (one.depth, one.stored_nbytes))

@@ -70,7 +70,7 @@ def open_members(run: Path, chain: ChainIndex) -> OpenedMembers:
         for member in reversed(chain.members):
             folder = run / member.folder
             try:
-                _check_place(run, member, loaded)
+                check_place(run, member, loaded)
                 known = lineage_of_parent(ancestors)
                 is_parent = known is not None and known[-1].folder == folder
                 ancestors = known if known is not None and is_parent else lineage(folder, loaded)
@@ -126,22 +126,26 @@ def _opens(run: Path, member: Member) -> bool:
 
 def open_one(run: Path, member: Member) -> Checkpoint:
     """The index of one state. Raises as `open_member`, without a hint."""
-    _check_place(run, member, LoadedFiles())
+    check_place(run, member, LoadedFiles())
     return identified(lambda: Universal().read(run / member.folder, ReadOptions()))
 
 
-def _check_place(run: Path, member: Member, loaded: LoadedFiles) -> None:
+def check_place(run: Path, member: Member, loaded: LoadedFiles) -> None:
     """Raise `IncompleteError` if the folder of a member is missing, `CorruptError` if another checkpoint is in its
-    place."""
+    place, or if a model of a family has another parent than the list says."""
     folder = run / member.folder
     if not folder.is_dir():
         raise IncompleteError(f"the folder of {member.label} is missing", where=folder)
-    content = loaded.manifest(folder / manifest.NAME).content
+    stated = loaded.manifest(folder / manifest.NAME)
+    content = stated.content
     if content != member.content:
         raise CorruptError(
             f"another checkpoint is in the place of {member.label}: {content[:24]}…, not {member.content[:24]}…",
             where=folder,
         )
+    parent = None if stated.parent is None else stated.parent.content
+    if member.name is not None and parent != member.parent:
+        raise CorruptError(f"{member.label} is stored against another model than the list says", where=folder)
 
 
 def _is_inside(where: str, folder: Path) -> bool:
