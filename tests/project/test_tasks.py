@@ -123,10 +123,10 @@ def run() -> library.Checkpoint:
 def is_same(other: str, *states: str) -> Check:
     """Whether what was written has the tensors of another checkpoint, bit for bit."""
 
-    def check(made: library.Checkpoint) -> bool:
+    def check(target: library.Checkpoint) -> bool:
         before = library.open(other)
         before = before.weights_only() if states == ("model",) else before
-        pairs = library.diff(before, made, states=states, tensors_only=True).pairs
+        pairs = library.diff(before, target, states=states, tensors_only=True).pairs
         return bool(pairs) and {pair.kind for pair in pairs} == {"equal"}
 
     return check
@@ -134,33 +134,33 @@ def is_same(other: str, *states: str) -> Check:
 
 def is_sharded(other: str, *states: str, **layout: int) -> Check:
     """The same, with this layout."""
-    return lambda made: is_same(other, *states)(made) and layout.items() <= made.origin.layout.items()
+    return lambda target: is_same(other, *states)(target) and layout.items() <= target.origin.layout.items()
 
 
 def has_dtype(dtype: str, count: int) -> Check:
     """Whether so many weights have this type, and no other float type is there."""
 
-    def check(made: library.Checkpoint) -> bool:
-        types = [str(parameter.weight.dtype) for parameter in made.parameters.values()]
+    def check(target: library.Checkpoint) -> bool:
+        types = [str(parameter.weight.dtype) for parameter in target.parameters.values()]
         return types.count(dtype) == count
 
     return check
 
 
 def has_states(*states: str) -> Check:
-    return lambda made: set(states) <= set(made.parameters[next(iter(made.parameters))].states)
+    return lambda target: set(states) <= set(target.parameters[next(iter(target.parameters))].states)
 
 
 def has_names(*names: str) -> Check:
-    return lambda made: set(names) <= set(made.parameters)
+    return lambda target: set(names) <= set(target.parameters)
 
 
 def is_moved(share: float) -> Check:
     """Whether `head.weight` is this share of its way from the run's values to zeros, within a step of bfloat16."""
 
-    def check(made: library.Checkpoint) -> bool:
+    def check(target: library.Checkpoint) -> bool:
         values, before = (
-            np.asarray(one["head.weight"], np.float32) for one in (made, library.open("run/global_step5"))
+            np.asarray(one["head.weight"], np.float32) for one in (target, library.open("run/global_step5"))
         )
         return np.allclose(values, (1 - share) * before, rtol=2**-7, atol=0)
 
@@ -168,7 +168,7 @@ def is_moved(share: float) -> Check:
 
 
 WRITTEN: dict[str, Check] = {
-    "only-blocks.safetensors": lambda made: len(made) == 24 and all(name.startswith("blocks.") for name in made),
+    "only-blocks.safetensors": lambda target: len(target) == 24 and all(name.startswith("blocks.") for name in target),
     "renamed.pt": has_names("model.blocks.0.norm1.weight", "head.weight"),
     "clean.pt": has_names("layer0.weight", "layer1.weight"),
     "numbered.pt": has_names("blocks.0.weight", "blocks.1.weight"),
@@ -205,17 +205,17 @@ WRITTEN: dict[str, Check] = {
     "resumed/checkpoint-500": is_sharded("run/global_step5", dp=4),
     "trainer-fsdp": is_same("trainer", "exp_avg", "exp_avg_sq"),
     "trainer-zero": is_sharded("trainer", "exp_avg", "exp_avg_sq", dp=2, zero_stage=1),
-    "padded": lambda made: made["transformer.wte.weight"].shape == (64, 8),
-    "more-tokens": lambda made: (
-        made["word.weight"].shape == made.parameters["word.weight"].states["exp_avg"].shape == (300, 32)
+    "padded": lambda target: target["transformer.wte.weight"].shape == (64, 8),
+    "more-tokens": lambda target: (
+        target["word.weight"].shape == target.parameters["word.weight"].states["exp_avg"].shape == (300, 32)
     ),
-    "merged": lambda made: bool((np.asarray(made["head.weight"]) == 5).all()),  # 1 + 4 / 2 * (1 * 1 + 1 * 1)
+    "merged": lambda target: bool((np.asarray(target["head.weight"]) == 5).all()),  # 1 + 4 / 2 * (1 * 1 + 1 * 1)
     "mean": is_moved(0.75),
     "mean-of-two": is_same("kept/step-2"),
-    "ema.safetensors": lambda made: np.allclose(np.asarray(made["w"]), 1.005989),
+    "ema.safetensors": lambda target: np.allclose(np.asarray(target["w"]), 1.005989),
     "merged-again.safetensors": is_same("merged"),
     "arc": is_moved(1 - math.sin(0.7 * math.pi / 2)),  # to zeros, which mergekit takes for a right angle
-    "ties.safetensors": lambda made: 0 < (made["head.weight"][:] != run()["head.weight"][:]).sum() < 8192,
+    "ties.safetensors": lambda target: 0 < (target["head.weight"][:] != run()["head.weight"][:]).sum() < 8192,
     "safe.safetensors": has_names("w"),
     "model.safetensors": is_same("weights.pt"),
     "model.pt": is_same("weights.pt"),
@@ -226,7 +226,7 @@ WRITTEN: dict[str, Check] = {
     "small": is_same("run/global_step5"),
     "again": is_sharded("run/global_step5", dp=2, zero_stage=1),
     "resumed-at-5": is_sharded("run/global_step5", dp=2),
-    "step5": lambda made: made.step == 5,
+    "step5": lambda target: target.step == 5,
 }
 """What is right of each target that a command of the page writes, by its name, or by the line if two write it."""
 
