@@ -27,6 +27,7 @@ TITLES = {
     "gguf": "llama.cpp",
     "torchtitan": "TorchTitan",
     "meta": "Meta",
+    "maxtext": "MaxText",
 }
 
 

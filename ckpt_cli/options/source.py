@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-NAMINGS = ("hf", "megatron", "megatron-legacy", "torchtitan", "meta")
+NAMINGS = ("hf", "megatron", "megatron-legacy", "torchtitan", "meta", "maxtext")
 """The names that tensors can have: those of Hugging Face, of Megatron core, or of older Megatron."""
 
 

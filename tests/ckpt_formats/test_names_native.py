@@ -1,4 +1,4 @@
-"""Names of TorchTitan and of Meta: the rows of queries and keys in rotary pairs, stacks of experts, ties."""
+"""Names of TorchTitan, Meta and MaxText: the rows of queries and keys in rotary pairs, stacks of experts, ties."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,11 +10,12 @@ import pytest
 from ckpt.rename import use_names
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.format import Naming
 from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.names.config import CONFIG, configured_model
 from ckpt_formats.names.packings import stored_shape
+from ckpt_formats.names.scanned import one_by_one
 from ckpt_formats.names.tables import dialect, families
 from ckpt_formats.names.translate import NATIVE, naming_of
 from held import array, bits, checkpoint, contents, parameter
@@ -33,6 +34,7 @@ SIZES = {
 }
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
     "mistral": {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
     "qwen3_moe": {
         "model_type": "qwen3_moe",
@@ -215,3 +217,26 @@ def test_names_of_torchtitan_need_a_configuration() -> None:
     titan = use_names(model("llama"), "torchtitan")
     with pytest.raises(IncompleteError, match="config"):
         use_names(replace(titan, extras={}), "hf")
+
+
+@pytest.mark.parametrize("state", ["model", "exp_avg"])
+def test_layers_of_maxtext_are_scanned_and_read_one_by_one_too(state: str) -> None:
+    source = model("qwen3")
+    renamed = use_names(source, "maxtext")
+    query = values(renamed, "decoder.layers.self_attention.query.kernel", state)
+    assert query.shape == (7, LAYERS, HEADS, WIDTH)
+    for layer in range(LAYERS):
+        stored = values(source, f"model.layers.{layer}.self_attn.q_proj.weight", state)
+        assert bits(query[:, layer].reshape(7, -1).T) == bits(stored)
+    assert values(renamed, "decoder.layers.pre_self_attention_layer_norm.scale").shape == (7, LAYERS)
+    assert naming_of(renamed) == naming_of(one_by_one(renamed)) == "maxtext"
+    for one in (renamed, one_by_one(renamed)):
+        assert contents(use_names(one, "hf")) == contents(source)
+
+
+def test_scanned_tensor_without_an_axis_of_layers_is_refused() -> None:
+    renamed = use_names(model("qwen3"), "maxtext")
+    name = "decoder.layers.mlp.wo.kernel"
+    flat = parameter(name, {"model": array(DTYPES["float32"], (10,), 1)})
+    with pytest.raises(CorruptError, match="no axis of layers"):
+        use_names(replace(renamed, parameters={**renamed.parameters, name: flat}), "hf")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
-Naming = Literal["hf", "megatron", "megatron-legacy", "gguf", "torchtitan", "meta"]
+Naming = Literal["hf", "megatron", "megatron-legacy", "gguf", "torchtitan", "meta", "maxtext"]
 """Whose names the tensors have: those of Hugging Face's libraries, of Megatron core, of older Megatron-LM, or of
 llama.cpp."""
 

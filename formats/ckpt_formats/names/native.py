@@ -1,6 +1,6 @@
-"""Models under the names of libraries whose checkpoints state no model: TorchTitan's and Meta's; and back.
+"""Models under the names of libraries whose checkpoints state no model: TorchTitan's, Meta's and MaxText's; and back.
 
-`dialects/torchtitan.toml` and `meta.toml` have the names, and the families of which they are known.
+`dialects/torchtitan.toml`, `meta.toml` and `maxtext.toml` have the names, and the families of which they are known.
 """
 
 import re
@@ -14,9 +14,12 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.tensor import with_replicas
 from ckpt_formats.names.config import CONFIG
 from ckpt_formats.names.describe import ModelDescription, by_config_alone, of_present
+from ckpt_formats.names.scanned import one_by_one, scanned
 from ckpt_formats.names.tables import Dialect, changed_dialect, dialect
 from ckpt_formats.names.translate import NATIVE, translated, without
 
+MAXTEXT = "maxtext"
+"""The names of which layers may be scanned, and are when they are written."""
 _COMPUTED = re.compile(r"rope\.freqs|freqs_cis")
 """Tensors that old files have, although all versions compute them."""
 
@@ -40,6 +43,8 @@ def to_native(
             hint=f"ckpt knows them in {known}.",
         )
     renamed = translated(without(source, family.ignored), _with_names(description, name), "hf", name, partial=partial)
+    if name == MAXTEXT:
+        renamed = scanned(renamed)
     return replace(renamed, extras={**source.extras, CONFIG: dict(description.config)})
 
 
@@ -49,7 +54,12 @@ def from_native(
     """A checkpoint with the names of a library under those of transformers. Raises as `to_native`."""
     description = by_config_alone(source, config, None)
     family = description.family.name
-    known = next((one for one in (name, *NATIVE) if family in dialect(one).other["families"]), None)
+    if name == MAXTEXT:
+        source = one_by_one(source)
+    known = next(
+        (one for one in ((name,) if name == MAXTEXT else (name, *NATIVE)) if family in dialect(one).other["families"]),
+        None,
+    )
     if known is None:
         raise UnsupportedError(f"the names of models of the family {family} in {name} are not known", where=source.path)
     named = of_present(_with_names(description, known), known, source)

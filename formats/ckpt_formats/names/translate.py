@@ -34,9 +34,10 @@ from ckpt_formats.names.packings import pack, unpack
 from ckpt_formats.names.renames import TensorRename, apply_renames
 from ckpt_formats.names.tables import Family, dialect
 
-NATIVE: tuple[Naming, ...] = ("torchtitan", "meta")
+NATIVE: tuple[Naming, ...] = ("torchtitan", "meta", "maxtext")
 """The names of libraries whose checkpoints state no model."""
 _OF_TITAN = re.compile(r"layers\.\d{1,6}\.(?:attention\.qkv_linear\..+|moe\..+)")
+_OF_MAXTEXT = re.compile(r"decoder\.layers(?:_\d{1,6})?\.self_attention\.query\.kernel")
 _OF_META = re.compile(r"layers\.\d{1,6}\.attention\.w[qkvo]\.weight")
 
 GGUF_VALUES = "gguf"
@@ -58,7 +59,7 @@ def naming_of(checkpoint: Checkpoint) -> Naming | None:
         return "gguf"
     if _megatron_patterns().intersection(map(pattern_of, own)):
         return "megatron"
-    for naming, pattern in (("torchtitan", _OF_TITAN), ("meta", _OF_META)):
+    for naming, pattern in (("torchtitan", _OF_TITAN), ("meta", _OF_META), ("maxtext", _OF_MAXTEXT)):
         if any(map(pattern.fullmatch, own)):
             return cast(Naming, naming)
     configured = configured_model(config_of(checkpoint))

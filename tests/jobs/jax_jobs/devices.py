@@ -29,10 +29,10 @@ def sharded(tree: Any, mesh: Mesh) -> Any:
     """The tree with each array split over the mesh, along the first axes that it divides."""
 
     def put(value: Any) -> Any:
+        if not isinstance(value, jax.Array | np.ndarray):
+            return value
         # From NumPy: to move an array between devices is compiled anew for each shape.
-        return (
-            jax.device_put(np.asarray(value), sharding_of(value.shape, mesh)) if isinstance(value, jax.Array) else value
-        )
+        return jax.device_put(np.asarray(value), sharding_of(value.shape, mesh))
 
     return jax.tree.map(put, tree)
 

@@ -34,6 +34,15 @@ def save_all(out: Path) -> None:
 
 def load_all(jobs: Sequence[dict[str, Any]], folder: Path) -> None:
     """Load checkpoints with Orbax, each of which leaves what its memory has (see `load.py`)."""
-    listed = folder / "load.json"
+    _run_all("load.py", jobs, folder)
+
+
+def train_all(jobs: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Train with JAX, each from a checkpoint or from the start (see `train.py`)."""
+    _run_all("train.py", jobs, folder)
+
+
+def _run_all(script: str, jobs: Sequence[dict[str, Any]], folder: Path) -> None:
+    listed = folder / f"{script}.jobs"
     listed.write_text(json.dumps(jobs, default=str))
-    run("load.py", listed)
+    run(script, listed)

@@ -24,6 +24,8 @@ _JAX_NAMES = {torch: jax for jax, torch in TORCH_NAMES.items()}
 _SCALARS = {bool: "bool", int: "int64", float: "float64"}
 _TRAIN_STATE: dict[str, Value] = {"path": ["opt_state", "0"], "kinds": [DICT, SEQUENCE], "count": "int32"}
 """Where `optax.adamw` keeps its moments in a `TrainState` of Flax."""
+_MAXTEXT = "token_embedder.embedding"
+"""A name of MaxText, whose `TrainState` has the parameters of its module one level further down."""
 _EMPTY_STATES = (("opt_state", "1"), ("opt_state", "2"))
 """Of weight decay and of the learning rate: they have no arrays."""
 
@@ -130,6 +132,7 @@ def tree_of(source: Checkpoint) -> WrittenTree:
     layout = source.origin.layout if source.origin.engine == "orbax" else {}
     tree = WrittenTree()
     own = [parameter for parameter in source.parameters.values() if parameter.role != "extra"]
+    layout = layout or ({"params": ["params", "params"]} if _MAXTEXT in source.parameters else {})
     prefix = tuple(layout.get("params", ["params"]))
     separator = layout.get("separator", ".")
     sequences = dict(item.rsplit(":", 1) for item in layout.get("sequences", []))
@@ -144,7 +147,7 @@ def tree_of(source: Checkpoint) -> WrittenTree:
     if copies:
         tree.dropped.append(Notice("the rounded copies beside masters: JAX rounds while it computes", tuple(copies)))
     _add_optimizers(tree, source, own, paths, layout)
-    if layout:
+    if source.origin.engine == "orbax":
         broken = set(layout.get("lists", []))
         for key, value in source.extras.items():
             if not _is_item(key, source):

@@ -1,0 +1,50 @@
+"""Train the decoder of `qwen.py` with optax: `train.py JOBS`, a JSON list of {start, steps, out, mesh, log}.
+
+`start` is a checkpoint that Orbax restores strictly into a `TrainState`; `out` is saved by Orbax. Both may be null.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+import qwen
+from devices import mesh_of, sharded, write_truth
+from flax.training.train_state import TrainState
+
+
+def main(jobs: list[dict[str, Any]]) -> None:
+    optimizer = optax.adamw(qwen.RATE, eps=qwen.EPSILON, weight_decay=qwen.DECAY)
+
+    @jax.jit
+    def advance(state: Any, tokens: Any) -> Any:
+        value, gradients = jax.value_and_grad(qwen.loss)(state.params, tokens)
+        return state.apply_gradients(grads=gradients), value
+
+    for job in jobs:
+        first = TrainState.create(apply_fn=qwen.loss, params=qwen.parameters(), tx=optimizer)
+        state = sharded(first.replace(step=jnp.int32(0)), mesh_of(job["mesh"]))
+        with ocp.StandardCheckpointer() as checkpointer:
+            if job["start"]:
+                template = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+                state = checkpointer.restore(Path(job["start"]).absolute(), template)
+                write_truth(state, Path(job["log"]).with_suffix(".start.json"))
+            losses = []
+            for _ in range(job["steps"]):
+                state, value = advance(state, qwen.batch(int(state.step)))
+                losses.append(float(value))
+            if job["out"]:
+                checkpointer.save(Path(job["out"]).absolute(), state)
+                checkpointer.wait_until_finished()
+        write_truth(state, Path(job["log"]).with_suffix(".end.json"))
+        Path(job["log"]).write_text(json.dumps(losses))
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))
