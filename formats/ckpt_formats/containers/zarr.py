@@ -11,6 +11,7 @@ Source: zarr-specs, v2 and v3; TensorStore's drivers `zarr` and `zarr3`.
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from ckpt_formats.core.claims import MAX_AXES, MAX_ELEMENTS
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.tensor import c_strides
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import brief, is_natural
 
@@ -66,12 +68,17 @@ class ArrayLayout:
     fill: bytes
     """The element that a chunk which is not stored has everywhere."""
 
-    @property
+    @cached_property
     def grid(self) -> Shape:
         """The number of chunks along each axis."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunks, strict=True))
 
-    @property
+    @cached_property
+    def strides(self) -> Shape:
+        """Bytes from one element of a decoded chunk to the next, along each axis."""
+        return c_strides(self.chunks, self.dtype.itemsize)
+
+    @cached_property
     def chunk_nbytes(self) -> int:
         """The bytes of a decoded chunk."""
         return prod(self.chunks) * self.dtype.itemsize
@@ -84,10 +91,12 @@ class ArrayLayout:
                 return None
         if not self.shape:
             return () if key == ("" if self.prefix else "0") else None
-        parts = key.split(self.separator)
-        if len(parts) != len(self.shape) or not all(re.fullmatch(r"0|[1-9]\d{0,17}", part) for part in parts):
+        try:
+            at = tuple(map(int, key.split(self.separator, len(self.shape))))
+        except ValueError:  # no number, or one of too many digits
             return None
-        at = tuple(map(int, parts))
+        if len(at) != len(self.shape) or self.separator.join(map(str, at)) != key or min(at) < 0:
+            return None
         return at if all(a < n for a, n in zip(at, self.grid, strict=True)) else None
 
     def box(self, at: Shape) -> Box:

@@ -68,8 +68,16 @@ class ChunkReader:
     """Opens the chunks of one folder, and keeps the last ones open."""
 
     folder: Path
+    _paths: dict[str, Path] = field(default_factory=dict, repr=False)
+    """The path of each file: a path is hashed often, and keeps its hash."""
     _frames: dict[ValueRange, ChunkFrame] = field(default_factory=dict, repr=False)
     _indices: dict[ValueRange, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
+
+    def path(self, file: str) -> Path:
+        """The path of a file."""
+        if file not in self._paths:
+            self._paths[file] = self.folder / file
+        return self._paths[file]
 
     def frame(self, place: ValueRange, length: int, compression: str) -> ChunkFrame:
         """The decoded bytes of a compressed range."""
@@ -77,7 +85,7 @@ class ChunkReader:
         if frame is None:
             if len(self._frames) >= _MAX_FRAMES:
                 self._frames.clear()
-            path = self.folder / place.file
+            path = self.path(place.file)
             frame = ChunkFrame(path, place.offset, place.nbytes, length, compression)
             self._frames[place] = frame
         return frame
@@ -94,7 +102,7 @@ class ChunkReader:
         assert sharding is not None
         count = prod(c // i for c, i in zip(layout.chunks, sharding.shape, strict=True))
         nbytes = 16 * count + 4 * sharding.index_checksum
-        path = self.folder / place.file
+        path = self.path(place.file)
         if nbytes > min(place.nbytes, _MAX_SHARD_INDEX):
             raise CorruptError(f"a shard of {place.nbytes:,} bytes has no room for its index", where=path)
         at = place.nbytes - nbytes if sharding.index_at_end else 0
@@ -119,7 +127,7 @@ class ChunkReader:
         return self.folder
 
     def __setstate__(self, folder: Path) -> None:
-        self.folder, self._frames, self._indices = folder, {}, {}
+        self.folder, self._paths, self._frames, self._indices = folder, {}, {}, {}
 
 
 # Not frozen: there is one for each chunk.
@@ -190,7 +198,7 @@ class ChunkBlob(Blob):
     def sources(self) -> Iterator[FileBlob]:
         """The whole encoded chunk: compressed bytes cannot be assigned to values."""
         if isinstance(self.value, ValueRange):
-            path = self.reader.folder / self.value.file
+            path = self.reader.path(self.value.file)
             yield FileBlob.packed(path, self.value.offset, (self.value.nbytes,), DTYPES["uint8"])
 
     def _read_chunk(self, value: ValueRange | bytes, shape: Shape, part: Box, out: Array, reader: Reader) -> None:
@@ -201,7 +209,7 @@ class ChunkBlob(Blob):
             data = _decoded(value, codec, length, self.label, self.reader.folder)
             ArrayBlob(np.frombuffer(data, self.dtype).reshape(shape)).crop(part).read_into(out, reader)
             return
-        path = self.reader.folder / value.file
+        path = self.reader.path(value.file)
         stored = FileBlob.packed(path, value.offset, shape, self.dtype)
         if codec.compression is None:
             if value.nbytes != length + trailer:

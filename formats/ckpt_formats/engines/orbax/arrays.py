@@ -164,12 +164,10 @@ def _chunk(
     name: str, layout: ArrayLayout, at: Shape, value: ValueRange | bytes, reader: ChunkReader, fills: bool, box: Box
 ) -> Blob:
     """The blob of a chunk: a range of a file if it is stored plain."""
-    part = Box.whole(box.shape)
     if layout.sharding is None and layout.codec.compression is None and isinstance(value, ValueRange):
         if value.nbytes != layout.chunk_nbytes + 4 * layout.codec.checksum:
             text = f"chunk {box} of `{printable(name)}` has {value.nbytes:,} bytes, but needs {layout.chunk_nbytes:,}"
             raise CorruptError(text, where=reader.folder / value.file)
         if not layout.codec.checksum:
-            path = reader.folder / value.file
-            return FileBlob.packed(path, value.offset, layout.chunks, layout.dtype).crop(part)
-    return ChunkBlob(layout, value, reader, f"{name} {list(at)}", fills, part)
+            return FileBlob(reader.path(value.file), value.offset, box.shape, layout.dtype, layout.strides)
+    return ChunkBlob(layout, value, reader, f"{name} {list(at)}", fills, Box.whole(box.shape))
