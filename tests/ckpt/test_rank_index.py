@@ -19,7 +19,7 @@ import ckpt
 from ckpt_formats.core.tensor import read
 from damage import BROKEN, SAMPLES, UNSUPPORTED
 from damage import ckpt as command
-from dcp_states import by_rank, exact, loaded, state
+from dcp_states import by_rank, exact, loaded, save, state
 from engines.launch import run_script
 from killing import killed, points
 from object_stores import StoreServer
@@ -107,6 +107,26 @@ def test_index_names_one_of_equal_copies_and_keeps_what_differs(tmp_path: Path) 
     report = json.loads(command("index", folder, "--json").out)
     assert report["indexes"][0]["differing"] == ["seed"]
     assert report["notes"][0]["names"] == ["seed"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_index_joins_the_folders_of_ranks_and_both_folders_of_accelerate(tmp_path: Path) -> None:
+    weights = {"model": {"w": torch.arange(6.0), "b": torch.ones(3)}}
+    states = {"optimizer": {"state": {"w": {"exp_avg": torch.ones(6)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}}
+    for step in (1, 2):
+        for rank in range(2):
+            save({**weights, "step": step}, tmp_path / f"run/step-{step}/rank_{rank}")
+    assert ckpt.runs.latest(tmp_path / "run").path.name == "step-2"
+    assert ckpt.open(tmp_path / "run/step-2").step == 2
+    (one,) = ckpt.index(tmp_path / "run/step-2")
+    assert (one.ranks, exact(loaded(tmp_path / "run/step-2"))) == (2, exact({**weights, "step": 2}))
+    for name, saved in (("pytorch_model_fsdp_0", weights), ("optimizer_0", states)):
+        by_rank(tmp_path / "pair" / name, saved, saved)
+    assert [one.path.parent.name for one in ckpt.index(tmp_path / "pair")] == ["pytorch_model_fsdp_0", "optimizer_0"]
+    assert exact(loaded(tmp_path / "pair" / "optimizer_0")) == exact(states)
+    (tmp_path / "run/step-1/rank_0/.metadata").unlink()
+    ran = command("index", tmp_path / "run/step-1")
+    assert (ran.code, "rank_0/.metadata is missing" in ran.err) == (BROKEN, True), ran.err
 
 
 def test_index_refuses_copies_that_differ_unless_a_rule_chooses_one(tmp_path: Path) -> None:

@@ -68,8 +68,7 @@ def plan_index(folder: StrPath, *, rules: Sequence[Rule] = ()) -> IndexPlan:
     format = locate(place).format.name
     if format != "dcp":
         raise UnsupportedError(
-            f"is a checkpoint of the format {format}: torch's distributed checkpoints have other files, so that no "
-            "index helps",
+            f"is a checkpoint of the format {format}: only what torch.distributed.checkpoint saved can be indexed",
             where=place,
             hint=f"Write one: ckpt convert {printable(str(place))} TARGET --to dcp",
         )
