@@ -38,11 +38,11 @@ _OPTIONS = (
         type=DurationType(),
         default=5.0,
         show_default="5s",
-        help="Time between two looks. A checkpoint whose files do not change for so long may be whole.",
+        help="Time between two looks. A checkpoint whose files do not change for so long may be complete.",
     ),
-    click.option("--once", is_flag=True, help="End when those that are whole now are stored: for cron."),
+    click.option("--once", is_flag=True, help="End when the checkpoints that are complete now are stored: for cron."),
     click.option(
-        "--timeout", type=DurationType(), help="End when nothing has become whole for so long.  [default: never]"
+        "--timeout", type=DurationType(), help="End when no new checkpoint is complete for so long.  [default: never]"
     ),
     dry_run,
 )
