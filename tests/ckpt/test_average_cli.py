@@ -249,7 +249,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused(models: list[Path], tmp_pat
     done = ckpt("merge-lora", models[0], models[1], target)
     assert (done.code, "adapter_config.json" in done.err) == (10, True)
     done = ckpt("merge-lora", write_adapter(tmp_path / "c"), models[0], target)
-    assert (done.code, "the model first, then its adapter" in done.err) == (2, True)
+    assert (done.code, "the base model comes first" in done.err) == (2, True)
     done = ckpt("merge-lora", models[0], write_adapter(tmp_path / "b"), target, "--scale", "nan")
     assert (done.code, "--scale is a number" in done.err) == (2, True)
     assert ckpt("merge-lora", models[0], tmp_path / "b").code == 2

@@ -105,8 +105,8 @@ PRINTS = {
     "inspect run/global_step5 --html checkpoint.html": r"34,056 in 31 tensors",
     "prune steps --keep last:2,every:1000 --unchanged-for 0s --dry-run": r"checkpoint-100 .*would go\nwould remove 1",
     "prune steps --keep last:2,every:1000 --unchanged-for 0s": r"checkpoint-100 .*removed\nremoved 1 of 3",
-    "watch steps watched.chain --once --interval 0.1s --keep last:1": r"checkpoint-200 .*checkpoint-300 in watched.chain: "
-    r"delta, .*pruned: checkpoint-200",
+    "watch steps watched.chain --once --interval 0.1s --keep last:1": r"-300 in watched.chain: delta, .*pruned: "
+    r"checkpoint-200",
     "watch steps copies --once --interval 0.1s": r"stored checkpoint-300 in copies/checkpoint-300: copy",
     "compact saved.chain --keep last:3": r"3 states stay, 1 removed",
     "copy run.chain s3://bucket/run.chain": r"copied|wrote",
