@@ -111,6 +111,14 @@ def test_orbax_loads_what_is_written_into_every_mesh(saved: Path, tmp_path: Path
 
 
 @with_jax
+def test_databases_of_processes_are_read_without_a_merged_one(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "mesh-8", tmp_path / "mesh-8")
+    (tmp_path / "mesh-8" / MANIFEST).unlink()
+    shutil.rmtree(tmp_path / "mesh-8" / "d")
+    assert ckpt.diff(ckpt.open(saved / "mesh-8"), ckpt.open(tmp_path / "mesh-8")).same
+
+
+@with_jax
 def test_block_is_read_from_its_own_chunks_only(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved / "plain", tmp_path / "plain")
     for chunk in (tmp_path / "plain" / "params.decoder.layers.kernel").glob("[1-3].*"):

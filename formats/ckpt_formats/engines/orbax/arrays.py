@@ -15,10 +15,11 @@ from ckpt_formats.core.checkpoint import SourceFile
 from ckpt_formats.core.claims import MAX_NUMBER, MAX_SMALL_JSON, MAX_VALUES
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError
 from ckpt_formats.core.files import read_range
-from ckpt_formats.core.folders import entries_of
+from ckpt_formats.core.folders import entries_of, names_in
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import ArrayBlob, Blob, FileBlob, Fragment, Tensor
 from ckpt_formats.core.text import list_names, printable
+from ckpt_formats.engines.orbax.metadata import OF_PROCESS
 
 _MAX_NESTED = 64
 
@@ -39,10 +40,12 @@ def read_arrays(folder: Path, stores_fill_values: bool) -> StoredArrays:
     `stores_fill_values`: a chunk that is not stored is missing; else it has the fill value everywhere. Raises
     subclasses of `CkptError`.
     """
-    if (folder / MANIFEST).is_file():
-        values: Mapping[str, ValueRange | bytes] = read_database(folder)
+    if databases := _databases(folder):
+        values: dict[str, ValueRange | bytes] = {}
+        for inside in databases:
+            values |= _moved(read_database(folder / inside), inside)
         sizes = _sizes(folder, values)
-        sizes[MANIFEST] = (folder / MANIFEST).stat().st_size
+        sizes |= {f"{inside}{MANIFEST}": (folder / inside / MANIFEST).stat().st_size for inside in databases}
     else:
         values = dict(_plain(folder))
         sizes = {place.file: place.nbytes for place in values.values() if isinstance(place, ValueRange)}
@@ -70,6 +73,22 @@ def read_arrays(folder: Path, stores_fill_values: bool) -> StoredArrays:
         arrays.tensors[name] = _tensor(name, layout, chunks[name], reader, not stores_fill_values)
     arrays.files = tuple(SourceFile(folder / file, nbytes, "data") for file, nbytes in sizes.items())
     return arrays
+
+
+def _databases(folder: Path) -> list[str]:
+    """The folders of the databases: that of the tree, or those of all processes if they were not merged; maybe none."""
+    if (folder / MANIFEST).is_file():
+        return [""]
+    inside = [f"{name}/" for name in names_in(folder) if name.startswith(OF_PROCESS)]
+    return [name for name in inside if (folder / name / MANIFEST).is_file()]
+
+
+def _moved(values: Mapping[str, ValueRange | bytes], inside: str) -> dict[str, ValueRange | bytes]:
+    """The values with paths that begin at the folder of the tree."""
+    return {
+        key: value._replace(file=inside + value.file) if isinstance(value, ValueRange) and inside else value
+        for key, value in values.items()
+    }
 
 
 def _sizes(folder: Path, values: Mapping[str, ValueRange | bytes]) -> dict[str, int]:
