@@ -22,6 +22,7 @@ from ckpt_formats.containers.ocdbt import MANIFEST, ValueRange, read_database
 from ckpt_formats.containers.ocdbt_write import database
 from ckpt_formats.core.dtypes import DTYPES
 from jax_jobs.launch import load_all, save_all
+from object_stores import BUCKET, moto, reached
 
 NEEDED = ("jax", "flax", "optax", "orbax.checkpoint", "tensorstore")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name.partition(".")[0]) is None]
@@ -262,3 +263,21 @@ def test_crc32c_is_that_of_the_standard() -> None:
     assert crc32c(b"") == 0
     data = bytes(range(256)) * 5000
     assert crc32c(data) != crc32c(data[:-1] + b"\0")
+
+
+def test_tree_is_written_to_a_bucket_and_read_from_it(tmp_path: Path) -> None:
+    values = {f"decoder.layers.{i}": np.arange(12.0, dtype=np.float32).reshape(3, 4) + i for i in range(3)}
+    source = ckpt.from_state_dict(values)
+    with moto() as server, reached(server):
+        url = f"s3://{BUCKET}/runs/7"
+        ckpt.save(source, url, ckpt.Orbax(chunk_nbytes=16))
+        opened = ckpt.open(url)
+        assert opened.step == 7
+        assert all(same_bits(opened[name], values[name]) for name in values)
+        ckpt.save(opened, tmp_path / "7", ckpt.Orbax())
+        assert ckpt.diff(opened, ckpt.open(tmp_path / "7")).same
+        ckpt.save(source, tmp_path / "part", ckpt.Orbax())
+        (tmp_path / "part" / "commit_success.txt").unlink()
+        server.put("runs/8", tmp_path / "part")
+        with pytest.raises(IncompleteError, match="commit_success"):
+            ckpt.open(f"s3://{BUCKET}/runs/8")

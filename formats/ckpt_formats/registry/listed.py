@@ -65,8 +65,10 @@ FORMATS: dict[str, ListedFormat] = {
     "orbax": ListedFormat(
         "ckpt_formats.engines.orbax:Orbax",
         Marks(
-            ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"),
+            # Last in a store, in the order of names: `commit_success.txt`.
+            ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"),
             (
+                "manifest.ocdbt",
                 *("*.orbax-checkpoint-tmp*", "*/_METADATA", "*/_CHECKPOINT_METADATA", "*/manifest.ocdbt"),
                 *("*/.zarray", "*/zarr.json", "*/default/_METADATA", "*/state/_METADATA", "*/items/_METADATA"),
                 "*/params/_METADATA",
