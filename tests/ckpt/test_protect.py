@@ -95,6 +95,7 @@ def test_parity_is_as_large_as_stated_and_the_manifest_has_the_hash_of_each_bloc
     assert done.manifest_nbytes == 3 * len(data)
 
 
+@pytest.mark.slow
 def test_lost_files_of_a_run_are_repaired_and_the_run_verifies(run: Path) -> None:
     whole = contents_of(run)
     lost = [next(run.rglob("*rank_0_*optim*")), next(run.rglob("mp_rank*"))]
@@ -164,6 +165,7 @@ def test_parity_elsewhere_repairs_a_folder_that_is_lost_as_a_whole_but_for_one_f
     assert contents_of(root) == whole
 
 
+@pytest.mark.slow
 def test_domains_beyond_a_code_are_in_groups_of_which_each_may_lose_some(tmp_path: Path) -> None:
     fill(tmp_path / "run", {f"rank-{rank:03}": bytes([rank % 251]) * 40 for rank in range(300)})
     assert ckpt.protect(tmp_path / "run", 1, resources=TWO).groups == 2
@@ -203,6 +205,7 @@ def test_protect_and_repair_refuse_what_they_cannot_do(run: Path, tmp_path: Path
         assert (done.code, text in done.err) == (code, True), done.err
 
 
+@pytest.mark.slow
 def test_hostile_manifests_are_refused_before_anything_is_written(run: Path) -> None:
     path = run / ".ckpt-parity" / "manifest"
     for copy in (run / ".ckpt-parity").glob("?/manifest"):
@@ -253,6 +256,7 @@ def flip(path: Path, at: int = -3) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_verify_finds_by_parity_what_a_format_without_checksums_cannot(tmp_path: Path) -> None:
     shutil.copytree(SAMPLES / "transformers-5.23-trainer", tmp_path / "hf")
     ckpt.protect(tmp_path / "hf", 1, resources=TWO)
@@ -271,6 +275,7 @@ def test_verify_finds_by_parity_what_a_format_without_checksums_cannot(tmp_path:
     assert command("verify", tmp_path / "hf").code == 0
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_read_through_its_parity(run: Path, tmp_path: Path) -> None:
     flip(next(run.rglob("mp_rank*")), 20_000)
     next(run.rglob("*rank_1_*optim*")).unlink()
@@ -293,6 +298,7 @@ def test_copies_take_parity_along_unless_files_that_it_protects_stay_behind(run:
     assert not ckpt.repair(tmp_path / "copy", dry_run=True, resources=TWO).damaged
 
 
+@pytest.mark.slow
 def test_commands_protect_what_they_write(tmp_path: Path) -> None:
     done = command("convert", ZERO1, tmp_path / "u", "--protect", 1, "--json")
     assert json.loads(done.out)["parity"]["lose"] == 1
