@@ -153,6 +153,7 @@ def test_save_that_was_broken_off_is_refused(saved: Path, tmp_path: Path) -> Non
             ckpt.open(path)
     run = copy("run", "run")
     (run / "3").rename(run / "3.orbax-checkpoint-tmp-5")
+    assert [path.name for path in ckpt.checkpoints(saved / "run")] == ["2", "3"]
     opened = ckpt.open(run)
     assert opened.extras["data"] == {"epoch": 2}
     assert any("broken off" in str(notice) for notice in opened.notices)

@@ -88,8 +88,12 @@ def checkpoints_in(path: Path) -> list[Path]:
             return sort_by_age([*files, *all_inside(path, is_checkpoint)])
         if inside := _inner_checkpoints(path, format):
             return [_stray_file(path, format) or path, *inside]
-    if format is not None and format.name != "dcp" and not has_pointer(path):
+    if format is not None and format.name not in ("dcp", "orbax") and not has_pointer(path):
         return []
+    if format is not None and format.name == "orbax":
+        from ckpt_formats.engines.orbax.folder import is_run
+
+        return all_inside(path, is_checkpoint) if is_run(path) else []
     inside = all_inside(path, is_checkpoint)
     if format is not None and format.name == "dcp":
         from ckpt_formats.engines.dcp.folder import rank_folders

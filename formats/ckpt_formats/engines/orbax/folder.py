@@ -49,6 +49,11 @@ def is_checkpoint(path: Path) -> bool:
         return False
 
 
+def is_run(path: Path) -> bool:
+    """Whether a folder has the steps of a run, and is none itself."""
+    return not _is_step(path) and bool(_steps(path))
+
+
 def find(path: Path) -> StepFolder:
     """The checkpoint at a path; of several steps, the newest complete one.
 
