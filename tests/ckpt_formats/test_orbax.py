@@ -8,6 +8,7 @@ import json
 import random
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -282,3 +283,22 @@ def test_tree_is_written_to_a_bucket_and_read_from_it(tmp_path: Path) -> None:
         server.put("runs/8", tmp_path / "part")
         with pytest.raises(IncompleteError, match="commit_success"):
             ckpt.open(f"s3://{BUCKET}/runs/8")
+
+
+@with_jax
+def test_chain_and_diff_take_states_of_orbax(saved: Path, tmp_path: Path) -> None:
+    chain = ckpt.Chain(tmp_path / "run.chain")
+    first = ckpt.open(saved / "mesh-8")
+    later = replace(first, origin=replace(first.origin, step=4))
+    for checkpoint in (first, later):
+        chain.append(checkpoint)
+    for step, checkpoint in ((3, first), (4, later)):
+        ckpt.save(chain[step], tmp_path / str(step), ckpt.Orbax())
+        restored = ckpt.open(tmp_path / str(step))
+        for name in first:
+            for state, tensor in checkpoint[name].states.items():
+                assert same_bits(restored[name].states[state], tensor)
+    ckpt.save(first, tmp_path / "x.pt", "torch")
+    in_torch = ckpt.open(tmp_path / "x.pt")
+    assert ckpt.diff(first, in_torch).same
+    assert not ckpt.diff(first, ckpt.open(saved / "kinds")).same
