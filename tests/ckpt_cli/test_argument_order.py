@@ -41,7 +41,7 @@ SWAPPED = {
     "merge-lora out a.safetensors adapter": "merge-lora a.safetensors adapter out",
     "merge-lora out adapter a.safetensors --dry-run": "merge-lora a.safetensors adapter out --dry-run",
     "average out a.safetensors 'b b.safetensors'": "average a.safetensors 'b b.safetensors' out",
-    "merge out a.safetensors later.safetensors --t 1": "merge a.safetensors later.safetensors out --t 1",
+    "merge --method linear out a.safetensors run.chain@1": "merge --method linear a.safetensors run.chain@1 out",
 }  # fmt: skip
 
 

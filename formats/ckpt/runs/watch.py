@@ -328,8 +328,8 @@ def _raw_nbytes(checkpoint: Checkpoint) -> int:
 
 
 def _written(path: Path) -> float:
-    """When the first file of what is stored was written, in seconds since 1970."""
-    return min((one.stat().st_mtime for one in _files(path)), default=0.0)
+    """When the first file of what is stored was written, in seconds since 1970; stores state whole seconds."""
+    return min((one.stat().st_mtime for one in _files(path)), default=0.0) + (1.0 if is_remote(path) else 0.0)
 
 
 def _sizes(path: Path) -> dict[str, int]:
