@@ -160,6 +160,33 @@ def test_a_copy_that_is_its_master_rounded_takes_no_bytes(master: np.ndarray, na
         assert contents(write(source, at / "lazy")) == contents(reopened)
 
 
+@given(
+    arrays([DTYPES["float32"]]).filter(lambda a: a.size and not np.isnan(a).any()),
+    st.sampled_from(["bfloat16", "float16", "float8_e5m2"]),
+    st.sampled_from([{}, {"codec": "auto"}]),
+    st.sampled_from(["target", "target.ucp"]),
+    st.integers(0, 7),
+)
+def test_a_master_is_recognised_by_its_values_among_the_states_of_any_optimizer(
+    master: np.ndarray, name: str, options: dict[str, str], target: str, bit: int
+) -> None:
+    """First a state that has other values, and one with which others are decoded; all zeros say nothing."""
+    with np.errstate(all="ignore"):
+        rounded = np.ascontiguousarray(master.astype(DTYPES[name]))
+    differing = rounded.copy()
+    differing.reshape(-1).view(np.uint8)[-1] ^= 1 << bit
+    others = {"exp_avg": master, "velocity": np.ones_like(master), "master_param": master}
+    for model, derived in ((rounded, bool(master.reshape(-1)[:256].any())), (differing, False)):
+        source = checkpoint([parameter("w", {"model": model, **others})])
+        with folder() as at:
+            save(source, at / target, Universal(**options), resources=Execution(1, 1 << 20))
+            reopened = open_checkpoint(at / target)
+            blob = reopened.parameters["w"].states["model"].fragments[0].blob
+            assert isinstance(blob, DerivedBlob) == derived or (model == np.ones_like(model)).all()
+            assert contents(reopened) == contents(source)
+            assert find_problems(reopened, EFFORT) == []
+
+
 def test_a_copy_in_integers_is_stored_though_it_has_the_masters_values(tmp_path: Path) -> None:
     values = np.array([1.0, -2.0, 3.0], np.float32)
     source = checkpoint([parameter("w", {"model": values.astype(np.int8), "master": values})])

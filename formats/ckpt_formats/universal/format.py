@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ckpt_formats.universal.delta_plan import DeltaBase
     from ckpt_formats.universal.entry import Extent
     from ckpt_formats.universal.unchanged import EarlierMember
-    from ckpt_formats.universal.write_single_file import Placement
+    from ckpt_formats.universal.write_single_file import PlacedRanges
 
 _NO_PARAMETERS: Mapping[str, Parameter] = {}
 """Those of the parent of a base."""
@@ -166,11 +166,11 @@ class Universal(WritableFormat):
             files = tuple(map(_placed, files, placement.extents))
         return Plan(files, single_file=_SINGLE_FILE)
 
-    def _placement(self, packs: Sequence[Sequence[Parameter]]) -> "Placement | None":
+    def _placement(self, packs: Sequence[Sequence[Parameter]]) -> "PlacedRanges | None":
         """Where states lie in the single file; None if their lengths are known only when they are encoded."""
-        from ckpt_formats.universal.write_single_file import Placement
+        from ckpt_formats.universal.write_single_file import PlacedRanges
 
-        return None if self.encoding is not None else Placement.of(packs)
+        return None if self.encoding is not None else PlacedRanges.of(packs)
 
     def _pack(self, number: int, parameters: tuple[Parameter, ...], source: Checkpoint) -> FilePlan:
         keys = ((p.name, state) for p in parameters for state in p.states) if source.errors else ()
@@ -309,7 +309,7 @@ def _placed(file: FilePlan, place: "Extent") -> FilePlan:
     return replace(file, content=replace(file.content, place=place))
 
 
-def _write_single_file(folder: Path, result: Manifest, placement: "Placement | None") -> None:
+def _write_single_file(folder: Path, result: Manifest, placement: "PlacedRanges | None") -> None:
     """Put the packs in a folder together, with the index and the manifest behind them."""
     from ckpt_formats.universal import write_single_file as single
 

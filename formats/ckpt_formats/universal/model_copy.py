@@ -2,11 +2,13 @@
 
 import numpy as np
 
-from ckpt_codecs import NotApplicable, Rounded
+from ckpt_codecs import NotApplicable, Rounded, candidate_codecs
 from ckpt_codecs.lossy import ErrorStats
 from ckpt_codecs.lossy.error_stats import measured
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
+from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.geometry import Box, flat_boxes
+from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import Array, CastBlob, DerivedBlob, Tensor
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal.chunked import ChunkDigests
@@ -15,12 +17,17 @@ from ckpt_formats.universal.entry import StateEntry
 from ckpt_formats.universal.error_figures import figures
 from ckpt_formats.universal.read_states import can_derive
 
+_SAMPLED = 256
+"""Values that are compared before a state is taken to be the master."""
+
 
 class ModelCopy:
     """Finds out whether the model's copy is the rounded master. Then none of its bytes needs to be stored."""
 
-    def __init__(self, tensor: Tensor, master: Tensor) -> None:
+    def __init__(self, tensor: Tensor, master: Tensor, base: str = MASTER) -> None:
         self.tensor = tensor
+        self.base = base
+        """The state that is the master."""
         self.derived = True
         self._codec = Rounded()
         self._digests = ChunkDigests(tensor)
@@ -36,6 +43,22 @@ class ModelCopy:
     def of(cls, parameter: Parameter) -> "ModelCopy | None":
         """None if the parameter has not both, of one shape, or if the master cannot be rounded to the copy."""
         return cls(parameter.states[MODEL], parameter.states[MASTER]) if has_copy(parameter) else None
+
+    @classmethod
+    def recognised(cls, parameter: Parameter, transfer: Transfer) -> "ModelCopy | None":
+        """As `of`; or with the state of an optimizer that seems to be the master, whatever the optimizer calls it.
+
+        A few of its values, rounded, are those of the copy; whether all are is found while it is written.
+        """
+        if MASTER in parameter.states:
+            return cls.of(parameter)
+        for state in possible_masters(parameter):
+            copy, master = parameter.states[MODEL], parameter.states[state]
+            box = Box((0,), (min(copy.size, _SAMPLED),))
+            few, values = (transfer.fetch(flat(one), box, "copy", counted=False).copy() for one in (copy, master))
+            if values.any() and _is_rounded(few, values):
+                return cls(copy, master, state)
+        return None
 
     def compare(
         self, box: Box, master: Array, transfer: Transfer, tensor: Tensor, decoded: Array | None = None
@@ -102,8 +125,16 @@ class ModelCopy:
         error = figures(self._errors, changed=False)
         digests = self._digests.digests()
         return StateEntry(
-            self.tensor.dtype.name, self.tensor.shape, digests, None, self._codec.config(), MASTER, error=error
+            self.tensor.dtype.name, self.tensor.shape, digests, None, self._codec.config(), self.base, error=error
         )
+
+
+def _is_rounded(values: Array, master: Array) -> bool:
+    try:
+        Rounded().encode(values, master)
+    except NotApplicable:
+        return False
+    return True
 
 
 def has_copy(parameter: Parameter) -> bool:
@@ -112,3 +143,23 @@ def has_copy(parameter: Parameter) -> bool:
     if master is None or copy is None or master.shape != copy.shape:
         return False
     return can_derive(master.dtype, copy.dtype)
+
+
+def possible_masters(parameter: Parameter) -> list[str]:
+    """States of an optimizer that may be the master of the model's weight, by their types: the first one counts.
+
+    None if there is a master that is known as one. A state that is decoded with another one cannot be a base.
+    """
+    copy = parameter.states.get(MODEL)
+    if copy is None or MASTER in parameter.states or not copy.size or not is_float(copy.dtype):
+        return []
+    return [
+        state
+        for state, tensor in parameter.states.items()
+        if state != MODEL
+        and tensor.shape == copy.shape
+        and is_float(tensor.dtype)
+        and tensor.dtype.itemsize > copy.dtype.itemsize
+        and can_derive(tensor.dtype, copy.dtype)
+        and all(one.context is None for one in candidate_codecs(parameter.role, to_stored(state), tensor.dtype))
+    ]

@@ -12,7 +12,7 @@ import xxhash
 from ckpt_codecs import NotApplicable
 from ckpt_formats.containers.safetensors import TensorSlot, header_bytes
 from ckpt_formats.containers.sealed_json import hash_text
-from ckpt_formats.core.checkpoint import MASTER, MODEL, ErrorFigures, Parameter
+from ckpt_formats.core.checkpoint import MODEL, ErrorFigures, Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DTYPES, NAMES, SAFETENSORS_TAGS
 from ckpt_formats.core.encoding import EncodingOptions
@@ -28,7 +28,7 @@ from ckpt_formats.universal.delta_plan import DeltaBase, DeltaPlan, plan_delta
 from ckpt_formats.universal.encode_state import choose, flat, write_coded
 from ckpt_formats.universal.entry import DeltaEntry, Extent, ParameterEntry, StateEntry
 from ckpt_formats.universal.manifest import VERSION
-from ckpt_formats.universal.model_copy import ModelCopy, has_copy
+from ckpt_formats.universal.model_copy import ModelCopy, has_copy, possible_masters
 from ckpt_formats.universal.pack_file import Mark, PackFile, PlacedStates
 from ckpt_formats.universal.pack_headers import SlotNames
 from ckpt_formats.universal.read_states import DELTA
@@ -81,6 +81,11 @@ class _Draft:
         states = {state: tensor for state, tensor in self.parameter.states.items() if state not in in_delta}
         return replace(self.parameter, states=states)
 
+    @property
+    def _master(self) -> Tensor:
+        assert self.copy is not None
+        return self.parameter.states[self.copy.base]
+
     def remaining(self, copies: bool, aligned: bool) -> list[str]:
         """The states that are still to be written. A copy comes after its master, so it is aligned only as that is."""
         return [
@@ -88,7 +93,7 @@ class _Draft:
             for state, tensor in self.parameter.states.items()
             if state not in self.written
             and (self.copy is not None and state == MODEL) == copies
-            and (is_aligned(tensor) and (not copies or is_aligned(self.parameter.states[MASTER]))) == aligned
+            and (is_aligned(tensor) and (not copies or is_aligned(self._master))) == aligned
         ]
 
 
@@ -125,7 +130,7 @@ def write_pack(
             shared, readable = _shared(own, earlier, bases or {}, coding, transfer), iter(own)
         out = stack.enter_context(PackFile(path, number, header_nbytes(parameters, coding, shared)))
         single = None if placed is None else stack.enter_context(PlacedStates(*placed))
-        writer = StatesWriter(out, transfer, coding)
+        writer = StatesWriter(out, transfer, coding, recognise_masters=earlier is None and not bases)
         for original, parameter in zip(parameters, readable, strict=True):
             base = (bases or {}).get(parameter.name)
             at_once = () if single is None else placed_states(original)
@@ -136,8 +141,11 @@ def write_pack(
 class StatesWriter:
     """Writes the states of parameters one after another into a pack."""
 
-    def __init__(self, out: PackFile, transfer: Transfer, coding: EncodingOptions | None) -> None:
+    def __init__(
+        self, out: PackFile, transfer: Transfer, coding: EncodingOptions | None, recognise_masters: bool = False
+    ) -> None:
         self._out = out
+        self._recognise_masters = recognise_masters
         self._transfer = transfer
         self._coding = coding
         self._drafts: list[_Draft] = []
@@ -158,6 +166,8 @@ class StatesWriter:
         """
         with at_tensor(printable(parameter.name)):
             draft = _begin(self._out, parameter, self._transfer, self._coding, base, shared, plan)
+            if self._recognise_masters and draft.copy is None and not draft.written:
+                draft = replace(draft, copy=ModelCopy.recognised(parameter, self._transfer))
         self._drafts.append(draft)
         for state in draft.remaining(copies=False, aligned=True):
             self._write(draft, state, single if state in placed else None)
@@ -206,7 +216,7 @@ def placed_states(parameter: Parameter) -> list[str]:
     """
     if stored_delta_of(parameter) is not None or replays_of_boxes(parameter):
         return []
-    copy = MODEL if has_copy(parameter) else None
+    copy = MODEL if has_copy(parameter) or possible_masters(parameter) else None
     return [state for state, tensor in parameter.states.items() if state != copy and is_aligned(tensor)]
 
 
@@ -280,12 +290,14 @@ def _write_values(out: PackFile, draft: _Draft, state: str, transfer: Transfer, 
     if state == MODEL and copy is not None and copy.derived:
         draft.written[MODEL] = copy.state()
         return
-    follower = copy if state == MASTER else None
+    follower = copy if copy is not None and state == copy.base else None
     alone = draft.parameter if coding is None else draft.alone
     choice = None if coding is None else choose(alone, state, coding, transfer)
     if coding is None or choice is None:
         draft.written[state] = _write_plain(out, tensor, transfer, follower)
     else:
+        if follower is not None and choice.base is not None:
+            follower.derived = False  # a base has no base itself
         passing = None if follower is None else follower.passing(transfer)
         draft.written[state] = write_coded(out, alone, state, choice, coding.check, transfer, passing)
 

@@ -28,7 +28,7 @@ _LAST_SLOTS = 1024
 
 
 @dataclass(frozen=True)
-class Placement:
+class PlacedRanges:
     """Where states lie in the file whose lengths are known before they are written; those of all packs, in turn.
 
     They have a number of their own in the index, that after the packs' numbers, until the packs are put together.
@@ -44,7 +44,7 @@ class Placement:
         return self.extents[-1].offset + self.extents[-1].nbytes if self.extents else self.header_nbytes
 
     @staticmethod
-    def of(packs: Sequence[Sequence[Parameter]]) -> "Placement":
+    def of(packs: Sequence[Sequence[Parameter]]) -> "PlacedRanges":
         """The places for packs of these parameters, none of whose states is encoded."""
         room = header_nbytes([parameter for pack in packs for parameter in pack], None, {}) + _LAST_SLOTS
         room, extents = -(-room // PAGE) * PAGE, list[Extent]()
@@ -53,7 +53,7 @@ class Placement:
             nbytes = sum(parameter.states[state].nbytes for parameter in pack for state in placed_states(parameter))
             extents.append(Extent(len(packs), at, nbytes))
             at += nbytes
-        return Placement(room, tuple(extents))
+        return PlacedRanges(room, tuple(extents))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Draft:
         return Pack(self.begin, self.header_nbytes, hash_text(xxhash.xxh3_128_intdigest(header)))
 
 
-def draft(index: Index, packs: Sequence[tuple[Path, Pack]], placement: Placement | None) -> Draft:
+def draft(index: Index, packs: Sequence[tuple[Path, Pack]], placement: PlacedRanges | None) -> Draft:
     """Put packs together: the aligned states of all, then all others, so that the former stay aligned.
 
     With a `placement`, these follow the states that are in the file.
