@@ -108,6 +108,7 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
     "pack_nbytes": FormatOption(
         "--pack-size", SizeType(), "Bytes of values in a file of the universal format.  [default: 64M]", ("universal",)
     ),
+    "chunk_nbytes": FormatOption("--chunk-size", SizeType(), "Maximum size of a chunk.  [default: 64M]", ("orbax",)),
     "config": FormatOption(
         "--config",
         click.Path(readable=False, path_type=Path),

@@ -26,13 +26,14 @@ from ckpt_formats.core.tensor import Array
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.stores.location import source_path
 from ckpt_formats.universal.chain import chain_file
-from damage import BROKEN, NOT_FOUND, SAMPLES, UNSUPPORTED, ckpt
+from damage import BROKEN, NOT_FOUND, UNSUPPORTED, ckpt
 from held import checkpoint, contents, parameter
 from object_stores import BUCKET, StoreServer
 from page_codecs import decode, decode_delta
 from universal_decoder import ChainReader
 
 BF16 = DTYPES["bfloat16"]
+GOLDEN = Path(__file__).resolve().parents[1] / "golden_family"
 SHAPES = {"embed.weight": (500, 96), "layer.weight": (300, 200), "head.weight": (500, 96), "norm.bias": (96,)}
 Weights = Mapping[str, Array]
 
@@ -250,7 +251,7 @@ def _set(key: str, number: int, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def test_list_of_a_family_is_checked() -> None:
-    family = SAMPLES / "family-1.chain"
+    family = GOLDEN / "family-1.chain"
     content = (family / "chain.json").read_bytes()
     members = chain_file.read(family).members
     for words, change in (
@@ -277,7 +278,7 @@ def test_list_of_a_family_is_checked() -> None:
 
 
 def test_list_that_names_another_parent_loses_no_model(tmp_path: Path) -> None:
-    run = Path(shutil.copytree(SAMPLES / "family-1.chain", tmp_path / "models.chain"))
+    run = Path(shutil.copytree(GOLDEN / "family-1.chain", tmp_path / "models.chain"))
     path = run / chain_file.NAME
     fields = sealed_json.parse(path.read_bytes(), path, "x")
     del fields["checksum"]
@@ -291,9 +292,9 @@ def test_list_that_names_another_parent_loses_no_model(tmp_path: Path) -> None:
 
 
 def test_golden_family_has_every_bit_of_every_model() -> None:
-    """`sample_checkpoints/make_family.py` wrote it; no test does."""
-    run = SAMPLES / "family-1.chain"
-    expected = json.loads((SAMPLES / "family-1.expected.json").read_text())
+    """`tests/golden_family/make.py` wrote it; no test does."""
+    run = GOLDEN / "family-1.chain"
+    expected = json.loads((GOLDEN / "family-1.expected.json").read_text())
     members = {m.name: m for m in chain_file.read(run).members}
     assert list(members) == list(expected)
     assert [name for name, m in members.items() if m.shared] == ["embed"]

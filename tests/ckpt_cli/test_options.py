@@ -38,7 +38,7 @@ WITHOUT_OPTION = {
 SELECTING = {"only", "skip"}
 
 VALUES = {"keys": "nested", "separator": ".", "stages": "0,1", "config": "config.json"}
-VALUES |= {"outtype": "bf16", "shard_nbytes": "1G", "pack_nbytes": "1M"}
+VALUES |= {"outtype": "bf16", "shard_nbytes": "1G", "pack_nbytes": "1M", "chunk_nbytes": "1M"}
 
 
 def fields_of(name: str) -> set[str]:

@@ -77,7 +77,9 @@ ODD: dict[str, Odd] = {
     "parity of a single file": Odd("protect a.pt --lose 1", 10, ("is not a folder", "a.pt", "Name the folder")),
     "a repair without parity": Odd("repair fsdp", 10, ("has no parity", "ckpt protect")),
     "an average of more than there is": Odd("average run.chain out --last 99", 10, ("not 99", "--last ")),
-    "a chain after its checkpoint": Odd("append fsdp run.chain", 30, ("is not a chain", "the chain first")),
+    "a chain after its checkpoint": Odd(
+        "append fsdp run.chain", 2, ("the chain comes first", "ckpt append run.chain fsdp")
+    ),
     "nothing to copy": Odd("copy gone x", 10, ("gone",)),
     "no target": Odd("convert a.pt", 2, ("TARGET", "CKPT TARGET")),
     "several sources": Odd("convert a.pt other.pt third.pt out", 2, ("4 paths", "third.pt", "ckpt average")),

@@ -188,7 +188,7 @@ class ThreadReaders:
 
     @property
     def block(self) -> Array:
-        """The memory of this thread for one more block."""
+        """The memory of this thread for one more block: (1 MiB,) uint8."""
         if not hasattr(self._local, "block"):
             self._local.block = np.empty(BLOCK_NBYTES, np.uint8)
         return cast(Array, self._local.block)

@@ -42,7 +42,7 @@ def recovery_matrix(data: int, parities: int, present: Sequence[int], wanted: Se
 
 
 def multiply(left: Array, right: Array) -> Array:
-    """Return the product of two matrices over GF(2^8), uint8."""
+    """Return the product (n, m) of two matrices (n, k) and (k, m) over GF(2^8), all uint8."""
     product = np.zeros((left.shape[0], right.shape[1]), np.uint8)
     if left.size and right.size:
         add_products(np.ascontiguousarray(left), np.ascontiguousarray(right), product)
@@ -50,7 +50,7 @@ def multiply(left: Array, right: Array) -> Array:
 
 
 def inverse(matrix: Array) -> Array:
-    """Return the inverse of a square matrix over GF(2^8), uint8, by Gauss and Jordan. There must be one."""
+    """Return the inverse of a matrix (n, n) over GF(2^8), both uint8, by Gauss and Jordan. There must be one."""
     size = len(matrix)
     both = np.concatenate([matrix, np.eye(size, dtype=np.uint8)], axis=1)
     for column in range(size):

@@ -161,12 +161,12 @@ class Universal(WritableFormat):
         files = tuple(self._pack(number, parameters, source) for number, parameters in enumerate(packs))
         if not self.single_file:
             return Plan(files)
-        placement = self._placement(packs)
-        if placement is not None:
-            files = tuple(map(_placed, files, placement.extents))
+        ranges = self._placed_ranges(packs)
+        if ranges is not None:
+            files = tuple(map(_placed, files, ranges.extents))
         return Plan(files, single_file=_SINGLE_FILE)
 
-    def _placement(self, packs: Sequence[Sequence[Parameter]]) -> "PlacedRanges | None":
+    def _placed_ranges(self, packs: Sequence[Sequence[Parameter]]) -> "PlacedRanges | None":
         """Where states lie in the single file; None if their lengths are known only when they are encoded."""
         from ckpt_formats.universal.write_single_file import PlacedRanges
 
@@ -245,7 +245,7 @@ class Universal(WritableFormat):
             raise _changed(result, source)
         if self.single_file:
             parameters = list(_packs(source.parameters.values(), self.pack_nbytes))
-            _write_single_file(folder, result, self._placement(parameters))
+            _write_single_file(folder, result, self._placed_ranges(parameters))
             return
         data, (original_fields, form) = result.entries.dump(), original.dump(source.original)
         (folder / manifest.INDEX).write_bytes(data)
@@ -309,12 +309,12 @@ def _placed(file: FilePlan, place: "Extent") -> FilePlan:
     return replace(file, content=replace(file.content, place=place))
 
 
-def _write_single_file(folder: Path, result: Manifest, placement: "PlacedRanges | None") -> None:
+def _write_single_file(folder: Path, result: Manifest, ranges: "PlacedRanges | None") -> None:
     """Put the packs in a folder together, with the index and the manifest behind them."""
     from ckpt_formats.universal import write_single_file as single
 
     packs = [(folder / pack_file(number), pack) for number, pack in enumerate(result.packs)]
-    draft, (fields, form) = single.draft(result.entries, packs, placement), original.dump(result.original)
+    draft, (fields, form) = single.draft(result.entries, packs, ranges), original.dump(result.original)
     index, nbytes = draft.index.dump(), 0
     last = () if form is None else (form,)
     for _ in range(2):  # the header has the length of the manifest, and the manifest the checksum of the header
@@ -322,7 +322,7 @@ def _write_single_file(folder: Path, result: Manifest, placement: "PlacedRanges 
         stated = replace(result, entries=draft.index, packs=(draft.pack(header),))
         text = manifest.dump(stated, index, fields)
         nbytes = len(text)
-    begin = draft.header_nbytes if placement is None else placement.end
+    begin = draft.header_nbytes if ranges is None else ranges.end
     single.write(folder / _SINGLE_FILE, header, begin, draft.pieces, (*last, index, text))
 
 

@@ -90,10 +90,10 @@ class Draft:
         return Pack(self.begin, self.header_nbytes, hash_text(xxhash.xxh3_128_intdigest(header)))
 
 
-def draft(index: Index, packs: Sequence[tuple[Path, Pack]], placement: PlacedRanges | None) -> Draft:
+def draft(index: Index, packs: Sequence[tuple[Path, Pack]], placed: PlacedRanges | None) -> Draft:
     """Put packs together: the aligned states of all, then all others, so that the former stay aligned.
 
-    With a `placement`, these follow the states that are in the file.
+    With a `placed`, these follow the states that are in the file.
     """
     tails = _tails(index, [pack for _, pack in packs])
     bodies = [
@@ -104,11 +104,11 @@ def draft(index: Index, packs: Sequence[tuple[Path, Pack]], placement: PlacedRan
     pieces = (*bodies, *rests)
     ends = np.cumsum([0, *(piece.nbytes for piece in pieces)])
     begins, rest_nbytes = ends[:-1], int(ends[-1])
-    if placement is not None:
-        moved = _moved(index, tails, [pack for _, pack in packs], begins + placement.end)
-        header_nbytes = placement.header_nbytes
+    if placed is not None:
+        moved = _moved(index, tails, [pack for _, pack in packs], begins + placed.end)
+        header_nbytes = placed.header_nbytes
         slots = tuple(stored_slots(moved, header_nbytes))
-        return Draft(moved, header_nbytes, placement.end - header_nbytes + rest_nbytes, slots, pieces)
+        return Draft(moved, header_nbytes, placed.end - header_nbytes + rest_nbytes, slots, pieces)
     relative = _moved(index, tails, [pack for _, pack in packs], begins)
     slots = tuple(stored_slots(relative, 0))
     longest = dict.fromkeys((_ORIGINAL, _INDEX, _MANIFEST), 1 << 62)

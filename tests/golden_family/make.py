@@ -1,4 +1,4 @@
-"""Write the golden family of models: `python sample_checkpoints/make_family.py`. No engine is needed.
+"""Write the golden family of models: `python tests/golden_family/make.py`. No engine is needed.
 
 `family-1.chain/` has a base, a fine-tune and a fine-tune of that, a model of which most bytes lie in a pack of the
 base, a model of another base, and one that was written again because its parent was removed.
@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "formats"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "codecs"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "formats"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "codecs"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from ckpt.chains.chain import Chain
 from ckpt.chains.compact import Retention
