@@ -105,6 +105,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "Plan": ckpt.types.Plan(()),
         "FilePlan": ckpt.types.FilePlan("file"),
         "Copy": ckpt.Copy("a", "b"),
+        "Repair": ckpt.types.Repair(target, (), 1, True),
         "AppendResult": ckpt.types.AppendResult(Member("base", "base", 1, "id", None, (), 1, 1, "now"), result),
         "Job": ckpt.Job(run, target, ckpt.Torch()),
     }

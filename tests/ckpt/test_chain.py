@@ -402,7 +402,7 @@ def test_a_folder_that_holds_other_things_is_no_place_for_a_chain(tmp_path: Path
     (path,) = save_run(tmp_path, 1)
     done = ckpt("append", tmp_path, path)
     assert done.code == 30
-    assert "no chain" in done.err
+    assert "is not a chain" in done.err
     assert os.listdir(tmp_path) == [path.name]
 
 
@@ -471,13 +471,13 @@ def test_a_codec_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("diff", "a", "-o", "d"),
-        ("diff", "a"),
+        ("diff", SAMPLES / "universal-1-plain", "-o", "d"),
+        ("diff", SAMPLES / "universal-1-plain"),
         ("append", "c"),
         ("diff", "a", "b", "--into", "c"),
     ],
 )
-def test_wrong_usage(arguments: tuple[str, ...]) -> None:
+def test_wrong_usage(arguments: tuple[str | Path, ...]) -> None:
     assert ckpt(*arguments).code == 2
 
 

@@ -193,5 +193,5 @@ def test_follower_refuses_what_cannot_be_sharded(run: PublishedRun, rules: Path)
         pytest.raises(RulesError, match="its 8 heads do not divide"),
     ):
         follower.update()
-    with pytest.raises(InvalidArgumentError, match="rank 2 is none of 2 ranks"):
+    with pytest.raises(InvalidArgumentError, match="rank 2 does not exist: there are 2 ranks"):
         Follower(run.run, tp=2, rank=2)

@@ -45,7 +45,7 @@ def test_arrays_of_every_type_become_a_checkpoint_and_others_are_refused() -> No
     run = library.from_state_dict(arrays)
     assert all(np.asarray(run[name]).tobytes() == one.tobytes() for name, one in arrays.items())
     for wrong in ({"a": "text"}, {"model": {"w": torch.ones(2)}}, {"a": np.array(["x"])}, {"a": [1.0]}):
-        with pytest.raises(InvalidArgumentError, match="is no tensor"):
+        with pytest.raises(InvalidArgumentError, match="is not a tensor"):
             library.from_state_dict(wrong)
     with pytest.raises(UnsupportedError, match=r"torch\.bits8"):
         library.from_state_dict({"a": torch.empty(2, dtype=torch.bits8)})

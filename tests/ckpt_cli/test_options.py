@@ -96,7 +96,10 @@ def test_the_default_of_a_field_is_that_of_no_option() -> None:
     for name in WRITABLE:
         for field in fields(writable(name)):
             if field.name in FORMAT_OPTIONS:
-                assert field.default is None or field.name in ("shard_nbytes", "pack_nbytes"), (name, field.name)
+                assert field.default is None or field.name in ("shard_nbytes", "pack_nbytes", "chunk_nbytes"), (
+                    name,
+                    field.name,
+                )
 
 
 @pytest.mark.parametrize("name", WRITABLE)

@@ -261,7 +261,7 @@ def test_a_complex_parameter_is_trained(tmp_path: Path) -> None:
 
 def test_a_pickle_without_tensors_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "values.pt").write_bytes(b"\x80\x02N.")
-    with pytest.raises(NotFoundError, match="no checkpoint"):
+    with pytest.raises(NotFoundError, match="not a checkpoint"):
         open_checkpoint(tmp_path / "values.pt")
 
 

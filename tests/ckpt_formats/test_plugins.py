@@ -106,7 +106,7 @@ def test_the_commands_know_the_format_of_a_package(npy: Path, small: Path, tmp_p
     assert (tmp_path / "back" / "names.json").is_file()
     (row,) = [row for row in json.loads(command("formats", "--json").out)["formats"] if row["package"]]
     assert (row["name"], row["package"], row["written"]) == ("npy", "npy-ckpt 1.0", True)
-    assert "of the package npy-ckpt 1.0" in command("formats").out
+    assert "from the package npy-ckpt 1.0" in command("formats").out
 
 
 def test_a_process_of_its_own_knows_the_format_of_a_package(npy: Path, small: Path, tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ def test_every_format_counts_each_value_once(target: str, tmp_path: Path, monkey
     result = save(model().cast("fp16"), tmp_path / target, format, resources=Execution(workers=2))
     assert counts(result) == [("w", 7, 5)]
     (over, under) = result.notes
-    assert str(over) == "7 values of 1 tensor too large for float16: now infinite or NaN: w (7)"
-    assert str(under) == "5 values of 1 tensor too small for float16: now zero: w (5)"
+    assert str(over) == "7 values of 1 tensor are too large for float16 and became infinite or NaN: w (7)"
+    assert str(under) == "5 values of 1 tensor are too small for float16 and became zero: w (5)"
 
 
 @pytest.mark.parametrize("format", ["universal", "deepspeed"])
@@ -153,7 +153,7 @@ def test_shards_say_their_own_counts_and_the_last_one_all(tmp_path: Path) -> Non
 def test_an_average_says_what_is_not_finite(tmp_path: Path) -> None:
     result = save(average([model(), model()]), tmp_path / "t.safetensors")
     assert [(one.name, one.not_finite) for one in result.changed] == [("w", 2)]
-    assert "2 values of 1 tensor NaN or infinite in the result" in str(result.notes[0])
+    assert "2 values of 1 tensor are NaN or infinite in the result" in str(result.notes[0])
 
 
 def test_a_merge_says_what_is_not_finite(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ Command = Callable[..., Any]
 def test_convert_says_how_many_values_of_which_tensors_changed(written: Path, tmp_path: Path) -> None:
     ran = ckpt("convert", written, tmp_path / "t.safetensors", "--dtype", "fp16")
     assert ran.code == 0
-    assert "note: 7 values of 1 tensor too large for float16: now infinite or NaN: w (7)" in ran.err
+    assert "note: 7 values of 1 tensor are too large for float16 and became infinite or NaN: w (7)" in ran.err
     ran = ckpt("convert", written, tmp_path / "u.safetensors", "--dtype", "fp16", "--json")
     out = json.loads(ran.out)
     assert out["changed_values"] == [
@@ -201,5 +201,5 @@ def test_convert_to_8_bits_needs_allow_overflow(written: Path, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
     ran = ckpt("convert", written, tmp_path / "t.safetensors", "--dtype", "float8_e4m3fn", "--allow-overflow")
     assert ran.code == 0
-    assert "7 values of 1 tensor too large for float8_e4m3fn" in ran.err
+    assert "7 values of 1 tensor are too large for float8_e4m3fn" in ran.err
     assert ckpt("convert", written, tmp_path / "u.safetensors", "--allow-overflow").code == 2

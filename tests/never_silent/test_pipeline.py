@@ -183,7 +183,7 @@ def test_a_file_that_changes_while_it_is_checked_is_named(
 ) -> None:
     source, other = save(tmp_path / "a.pt"), save(tmp_path / "b.pt")
     place: Any = verification if command == "verify" else differences
-    name = "find_problems" if command == "verify" else "compare"
+    name = "find_problems" if command == "verify" else "compare_each"
     before = getattr(place, name)
 
     def changing(*arguments: Any, **options: Any) -> Any:

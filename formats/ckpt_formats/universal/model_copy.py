@@ -56,7 +56,7 @@ class ModelCopy:
             copy, master = parameter.states[MODEL], parameter.states[state]
             box = Box((0,), (min(copy.size, _SAMPLED),))
             few, values = (transfer.fetch(flat(one), box, "copy", counted=False).copy() for one in (copy, master))
-            if values.any() and _is_rounded(few, values):
+            if np.count_nonzero(values != 0) and _is_rounded(few, values):
                 return cls(copy, master, state)
         return None
 
