@@ -105,20 +105,21 @@ def withdraw_missing_base() -> None:
     notes.withdraw(WITHOUT_BASE)
 
 
-def expand_chain(path: str, last: int | None = None) -> tuple[str, ...]:
+def expand_chain(path: str, last: int | None = None, runs: bool = False) -> tuple[str, ...]:
     """The addresses of all stored states of a chain, the oldest first; any other path alone.
 
-    With `last`, only so many of the newest, also of the checkpoints in the folder of a run. Raises `NotFoundError` if
-    there are fewer.
+    With `runs`, the folder of a run stands for its checkpoints, too. With `last`, only so many of the newest of either.
+    Raises `NotFoundError` if there are fewer.
     """
     from ckpt_formats.universal.chain import chain_file
     from ckpt_formats.universal.chain.states import all_steps
 
     place = None if path.startswith(SHADOW) else source_place(path)
     if place is None or not (place / chain_file.NAME).is_file():
-        if place is None or last is None:
+        inside = [] if place is None else checkpoints_in(place)
+        if last is None and not (runs and len(inside) > 1):
             return (path,)
-        newest = _newest(checkpoints_in(place), last, path)
+        newest = inside if last is None else _newest(inside, last, path)
         notes.note(Notice("these checkpoints of the run are read", tuple(one.name for one in newest)))
         return tuple(map(str, newest))
     chain = chain_file.load(place / chain_file.NAME)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @command("diff")
 @report_options
 @delta_file
-@source("checkpoints", several="FIRST SECOND...")
+@source("checkpoints", several="FIRST SECOND...", runs=True)
 @resources(writes=False)
 def diff(
     checkpoints: "tuple[Checkpoint, ...]",

@@ -246,12 +246,13 @@ def source(
     several: str | None = None,
     states: bool = True,
     option: str | None = None,
+    runs: bool = False,
 ) -> Callable[[F], F]:
     """Arguments that are checkpoints; the command gets them opened, and their notices become notes.
 
     With `accept_suspicious`, suspicions can be accepted. `several` is the metavar of an argument that may be given
-    again: the command gets a tuple, and with `states`, a chain alone stands for all its stored states. `option`: an
-    option of the command whose path, if given, is opened in the same way.
+    again: the command gets a tuple, and with `states`, a chain alone stands for all its stored states, with `runs` the
+    folder of a run for its checkpoints. `option`: an option of the command whose path, if given, is opened likewise.
     """
 
     def decorate(command: F) -> F:
@@ -263,7 +264,7 @@ def source(
                 paths = arguments[name]
                 if isinstance(paths, tuple):
                     if states and len(paths) == 1:
-                        paths = expand_chain(paths[0], arguments.get("last"))
+                        paths = expand_chain(paths[0], arguments.get("last"), runs)
                     arguments[name] = tuple(open_source(path, options, accept_suspicious) for path in paths)
                 else:
                     arguments[name] = open_source(paths, options, accept_suspicious)

@@ -130,7 +130,14 @@ def test_wrong_tables_are_refused_before_anything_is_read(run: Path, tmp_path: P
     assert (same.code, same.out.splitlines()[-1][:8]) == (0, "the same")
 
 
-def test_a_chain_alone_is_compared_with_its_first_state() -> None:
+def test_a_chain_or_a_run_alone_is_compared_with_its_first_state(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for step in (1, 2, 3):
+        state = library.from_state_dict({"w": np.full(4, step, np.float32)}, step=step)
+        library.save(state, tmp_path / "run" / f"step-{step}", library.Universal())
+    report = table(tmp_path / "run")
+    assert (Path(report["first"]).name, [one["step"] for one in report["checkpoints"]]) == ("step-1", [2, 3])
+    assert ckpt("diff", tmp_path / "run" / "step-1").code == 2
     report = table(CHAIN, "--table", "--state", "exp_avg")
     assert [one["step"] for one in report["checkpoints"]] == list(range(11, 17))
     assert report["step"] == 10
