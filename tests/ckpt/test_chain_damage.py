@@ -362,7 +362,7 @@ HOSTILE: dict[str, tuple[Change, int, str]] = {
     "a delta against a state twice": (of_item("parent_states", lambda s: s.append(s[0])), 20, "states of an item"),
     "a delta against too few states": (of_item("parent_states", lambda s: s.clear()), 20, "replay"),
     "a codec that nobody has": (config(name="none"), 22, "there is no codec 'none'"),
-    "a codec without a name": (of_item("codec", lambda codec: codec.clear()), 20, "no codec"),
+    "a codec without a name": (of_item("codec", lambda codec: codec.clear()), 20, "not a codec"),
     "a codec with options that it has not": (config(more=1), 22, "more"),
     "a codec with an option of text": (config(beta1="x"), 22, "beta1"),
     "a codec of an unknown optimizer": (config(optimizer="none"), 22, "there is no optimizer 'none'"),

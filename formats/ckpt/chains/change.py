@@ -187,8 +187,6 @@ def _remove_empty(run: Path) -> None:
 @contextmanager
 def _in_store(run: Path, place: Place, resources: Execution, create: bool) -> Iterator[ChainChange]:
     assert isinstance(run, StorePath)
-    if not run.key:
-        raise OutputError("is a bucket", where=run, hint=f"Name a chain in it, such as {run}/run.chain.")
     if not (run / chain_file.NAME).is_file():  # the list is read when nobody can replace it any more
         folder.peek(run) if create else chain_file.read(run)  # raise if something else is there, or nothing
     notes = place.within(STAGED)

@@ -27,7 +27,9 @@ _STAGED = re.compile(rf"\.({chain_file.FOLDER.pattern}|{chain_file.TIP_FOLDER.pa
 
 
 def peek(run: Path) -> ChainIndex | None:
-    """The chain in a folder, without a lock; None if one could begin there. Raises as `locked`."""
+    """The chain in a folder, without a lock; None if one could begin there. Raises `OutputError`."""
+    if isinstance(run, StorePath) and not run.key:
+        raise OutputError("is a bucket", where=run, hint=f"Name a chain in it, such as {run}/run.chain.")
     if (run / chain_file.NAME).is_file():
         return chain_file.load(run / chain_file.NAME)
     if run.exists():
