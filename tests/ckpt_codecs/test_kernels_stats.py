@@ -92,3 +92,11 @@ def test_arrays_of_other_sizes_are_refused() -> None:
         stats.count_values(np.zeros(3, np.uint8), np.zeros(255, np.uint32))
     with pytest.raises(CodecError, match="int32"):
         stats.measure_floats(np.zeros(3, np.int32), 0, *figures())
+
+
+@pytest.mark.parametrize("size", [1 << 20, (1 << 20) + 1])
+def test_many_bytes_are_counted_as_few_are(size: int) -> None:
+    words = np.random.default_rng(size).integers(0, 256, size, np.uint8) // 3
+    counts = np.full(256, 5, np.uint32)
+    stats.count_values(words, counts)
+    assert np.array_equal(counts, 5 + np.bincount(words, minlength=256))

@@ -19,15 +19,27 @@ SIGNATURES = {
 kernels = bind(SIGNATURES)
 
 SUM_PARTS, EXPONENT_COUNT = 16, 2048
+_MANY = 1 << 20
+"""Bytes from which on it pays to add up a table of pairs."""
 _UINT32, _INT64, _FLOAT64 = np.dtype(np.uint32), np.dtype(np.int64), np.dtype(np.float64)
 
 
 def count_values(words: Array, counts: Array) -> None:
     """Increase counts[word] for each word. `words`: (n,) uint8 or uint16; `counts`: (256,) or (65536,) uint32."""
     _check_size(counts, 1 << 8 * words.itemsize)
+    if words.itemsize == 1 and words.size >= _MANY:
+        words = _count_pairs(words.reshape(-1), counts)
     kernels.count_values(
         words.itemsize, address(words, words.dtype), words.size, address(counts, _UINT32, writable=True)
     )
+
+
+def _count_pairs(words: Array, counts: Array) -> Array:
+    """Count bytes two at a time, which takes fewer increments. Returns what is left of (n,) uint8: at most one byte."""
+    paired, pairs = words[: words.size & ~1], np.zeros((256, 256), _UINT32)
+    kernels.count_values(2, address(paired, words.dtype), words.size // 2, address(pairs, _UINT32, writable=True))
+    counts += pairs.sum(axis=0, dtype=_UINT32) + pairs.sum(axis=1, dtype=_UINT32)
+    return words[paired.size :]
 
 
 def measure_floats(values: Array, index: int, sums: Array, extremes: Array, counts: Array, exponents: Array) -> None:
