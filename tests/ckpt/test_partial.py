@@ -72,7 +72,7 @@ def test_blocks_of_a_lost_file_are_the_saved_ones(whole: Path, tmp_path: Path) -
     shutil.copy(whole / "dcp" / "__1_0.distcp", tmp_path / "live")
     (tmp_path / "live" / "__0_0.distcp").unlink()  # it has the optimizer's options, too
     done = ckpt("restore", whole / "run", tmp_path / "no", "--partial", "--live", tmp_path / "live")
-    assert (done.code, "values that are no tensors" in done.err) == (20, True), done.err
+    assert (done.code, "values that are not tensors" in done.err) == (20, True), done.err
     restore(whole, tmp_path / "again", whole / "dcp", "--lost-ranks", "1")  # as if the file were damaged
     assert contents(open_checkpoint(tmp_path / "again")) == contents(open_checkpoint(tmp_path / "out"))
 
