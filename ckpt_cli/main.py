@@ -350,12 +350,13 @@ def _report_interrupt(error: BaseException | None) -> int:
     code = TERMINATED if error is not None and signal.SIGTERM in error.args else INTERRUPTED
     message = "run the same command again"
     if "ckpt.pipeline.interrupts" in sys.modules:  # only a command that can be continued has imported it
-        from ckpt.pipeline.interrupts import JobInterrupted
+        from ckpt.pipeline.interrupts import KeptFiles
 
-        if isinstance(error, JobInterrupted):
-            message = f"run the same command again to continue, or {_clean(error.clean_command)} to give up"
-            if error.nbytes:
-                message = f"{format_nbytes(error.nbytes)} are kept in {_clean(error.where)}: {message}"
+        kept = KeptFiles.of(error)
+        if kept is not None:
+            message = f"run the same command again to continue, or {_clean(kept.clean_command)} to give up"
+            if kept.nbytes:
+                message = f"{format_nbytes(kept.nbytes)} are kept in {_clean(kept.where)}: {message}"
     click.echo(f"interrupted: {message}", err=True)
     _print_json(code, "interrupted", message, None, None)
     return code

@@ -106,6 +106,8 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "FilePlan": ckpt.types.FilePlan("file"),
         "Copy": ckpt.Copy("a", "b"),
         "Repair": ckpt.types.Repair(target, (), 1, True),
+        "DamagedFile": ckpt.types.DamagedFile(target, "is missing", 1),
+        "Protection": ckpt.types.Protection(target, 1, 1, 1, 1, 1, 1, 1),
         "AppendResult": ckpt.types.AppendResult(Member("base", "base", 1, "id", None, (), 1, 1, "now"), result),
         "Job": ckpt.Job(run, target, ckpt.Torch()),
     }

@@ -742,7 +742,7 @@ WRONG: dict[str, tuple[tuple[object, ...], int, str]] = {
     "a format without ranks": (("ZERO1", "out", "--to", "safetensors", "--dp", 2), 2, "has no option --dp"),
     "a format without stages": (("ZERO1", "out", "--to", "torch", "--zero", 1), 2, "has no option --zero"),
     "a universal format without ranks": (("ZERO1", "out", "--to", "universal", "--tp", 2), 2, "has no option --tp"),
-    "stages of what is no pipeline": (("ZERO1", "out", "--pp", 2), 22, "no pipeline"),
+    "stages of what is no pipeline": (("ZERO1", "out", "--pp", 2), 22, "not a pipeline"),
     "a ZeRO stage that pipelines have not": (("PIPELINE", "out", "--zero", 2), 22, "pipeline"),
     "more pipeline stages than layers": (("PIPELINE", "out", "--pp", 64), 22, "layers"),
     "a rank that is missing": (("MISSING", "out", "--dp", 4), 20, "rank"),

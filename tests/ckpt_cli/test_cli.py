@@ -97,7 +97,7 @@ def test_the_table_is_complete_and_in_the_help() -> None:
 
 WRONG = {
     "an unknown command": (["transmute", "a", "b"], 2, "transmute"),
-    "no source": (["inspect"], 2, "PATH"),
+    "no source": (["inspect"], 2, "CKPT"),
     "no target": (["convert", "SOURCE"], 2, "TARGET"),
     "too many arguments": (["rules", "SOURCE", "b"], 2, "b"),
     "an unknown option": (["inspect", "SOURCE", "--josn"], 2, "--josn"),

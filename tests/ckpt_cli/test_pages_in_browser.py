@@ -159,7 +159,7 @@ def test_a_chart_is_read_by_arrow_keys(browser: Any, pages: dict[str, Path]) -> 
             assert tab.page.inner_text("#said").startswith("step 100: ")
             assert message in tab.page.inner_text("#said")
             tab.page.keyboard.press("End")
-            assert tab.page.inner_text("#said").startswith("step 1200: ")
+            assert tab.page.inner_text("#said").startswith("step 1,200: ")
         tab.page.select_option("#size", "ratio")
         assert "times smaller" in str(tab.page.locator("#sizes-chart svg").get_attribute("aria-label"))
         assert tab.page.locator("#segments-rows tr").count() == 3

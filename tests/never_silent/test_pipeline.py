@@ -432,6 +432,7 @@ OTHER_VALUES: dict[str, Any] = {
     "check": False,
     "content": CONTENT,
     "pack_nbytes": 1,
+    "chunk_nbytes": 1,
     "single_file": True,
     "shard_nbytes": 1,
     "with_optimizer": True,

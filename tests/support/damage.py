@@ -539,7 +539,7 @@ _add_all(
         ("the last shard is missing", in_file(_OPTIM1, remove), BROKEN, ("2", "files of 1 are here")),
         ("all shards are missing", remove_all("*optim_states.pt"), BROKEN, ("global_step5", "no optimizer file")),
         ("the model file is missing", in_file(_MODEL, remove), BROKEN, ("mp_rank_MM_model_states.pt", "mp rank 0", "missing")),
-        ("all files are missing", remove_all("*.pt"), NOT_FOUND, ("latest", "global_step5", "no checkpoint")),
+        ("all files are missing", remove_all("*.pt"), NOT_FOUND, ("latest", "global_step5", "not a checkpoint")),
         ("a shard of a later step", later_step, BROKEN, ("global_step5", "rank_1", "`step` is 5.0", "8.0")),
         ("a shard of another run", of_another_run(_OPTIM1), BROKEN, ("rank_1_mp_rank_00_optim_states.pt", "do not belong to the weights")),
         ("a model of another run", of_another_run(_MODEL), BROKEN, ("optim_states.pt", "do not belong to the weights")),

@@ -9,8 +9,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from types import FrameType
+
+_KEPT = "ckpt_kept_files"
 
 
 class Interrupt(threading.Event):
@@ -19,14 +21,23 @@ class Interrupt(threading.Event):
     number: int = signal.SIGINT
 
 
-class JobInterrupted(KeyboardInterrupt):
-    """An interrupted job that can be continued."""
+@dataclass(frozen=True)
+class KeptFiles:
+    """What an interrupted job leaves, so that it can be continued."""
 
-    def __init__(self, numbers: tuple[object, ...], nbytes: int, where: Path, clean_command: str) -> None:
-        """`numbers`: of the signal, if one came. `nbytes`: of the files that are kept, `where`. `clean_command`: the
-        command that removes them, in quotes."""
-        super().__init__(*numbers)
-        self.nbytes, self.where, self.clean_command = nbytes, str(where), clean_command
+    nbytes: int
+    where: str
+    clean_command: str
+    """The command that removes them, in quotes."""
+
+    def attach(self, error: KeyboardInterrupt) -> None:
+        """Let the error state it. One of another class would not end Python as an interrupt does."""
+        vars(error)[_KEPT] = self
+
+    @staticmethod
+    def of(error: BaseException | None) -> "KeptFiles | None":
+        """What was attached to an error; None if nothing was."""
+        return getattr(error, _KEPT, None)
 
 
 @contextmanager

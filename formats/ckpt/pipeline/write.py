@@ -17,7 +17,7 @@ from ckpt.pipeline import target as life
 from ckpt.pipeline.checks import identities_of, job_id, listed_seals, raise_if_damaged
 from ckpt.pipeline.evidence_text import at_paths
 from ckpt.pipeline.groups import missing_by_shard, share_of
-from ckpt.pipeline.interrupts import JobInterrupted, deferred_interrupts, raise_if_interrupted
+from ckpt.pipeline.interrupts import KeptFiles, deferred_interrupts, raise_if_interrupted
 from ckpt.pipeline.job_note import JobNote
 from ckpt.pipeline.resources import Execution
 from ckpt.pipeline.result import Result, complete_before
@@ -87,7 +87,8 @@ def write(
         except KeyboardInterrupt as error:
             nbytes = 0 if writing is None else writing.nbytes_kept()
             where = stage.path if is_remote(stage.path) else stage.workspace
-            raise JobInterrupted(error.args, nbytes, where, stage.clean_command) from error
+            KeptFiles(nbytes, str(where), stage.clean_command).attach(error)
+            raise
         except CkptError as error:
             if isinstance(error, OutputError) or stage.is_shared:
                 raise
