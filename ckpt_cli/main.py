@@ -352,11 +352,11 @@ def _report_interrupt(error: BaseException | None) -> int:
     if "ckpt.pipeline.interrupts" in sys.modules:  # only a command that can be continued has imported it
         from ckpt.pipeline.interrupts import KeptFiles
 
-        kept = KeptFiles.of(error)
-        if kept is not None:
-            message = f"run the same command again to continue, or {_clean(kept.clean_command)} to give up"
-            if kept.nbytes:
-                message = f"{format_nbytes(kept.nbytes)} are kept in {_clean(kept.where)}: {message}"
+        files = KeptFiles.of(error)
+        if files is not None:
+            message = f"run the same command again to continue, or {_clean(files.clean_command)} to give up"
+            if files.nbytes:
+                message = f"{format_nbytes(files.nbytes)} are kept in {_clean(files.where)}: {message}"
     click.echo(f"interrupted: {message}", err=True)
     _print_json(code, "interrupted", message, None, None)
     return code
