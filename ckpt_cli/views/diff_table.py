@@ -20,11 +20,11 @@ from ckpt_cli.options.report import ReportOptions
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import columns
 from ckpt_cli.views.diff import figures, note_differences, opened_path
+from ckpt_cli.views.files import write_file
 from ckpt_cli.views.report import conclude, data, say
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import OutputError
-from ckpt_formats.core.locking import unwritable
-from ckpt_formats.core.text import PARTIAL, format_count, printable
+from ckpt_formats.core.text import format_count, printable
 
 _FIGURES = ("elements", "changed", "max", "rms", "relative", "cosine", "first_not_finite", "second_not_finite", "codes")
 _CSV_HEAD = ("checkpoint", "step")
@@ -206,19 +206,7 @@ def _write_csv(text: str, place: str) -> None:
         click.echo(text, nl=False)
         return
     target = Path(place)
-    draft = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL}")
-    try:
-        try:
-            with draft.open("x", encoding="utf-8", newline="") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            _check_place(target)
-            os.replace(draft, target)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise unwritable(error, target, draft) from error
+    write_file(text.encode(), target, lambda: _check_place(target))
     say(f"table: {printable(place)}")
 
 

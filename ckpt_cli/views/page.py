@@ -15,10 +15,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt_cli.views.files import write_file
 from ckpt_cli.views.report import say
 from ckpt_formats.core.errors import OutputError
-from ckpt_formats.core.locking import unwritable
-from ckpt_formats.core.text import PARTIAL, printable
+from ckpt_formats.core.text import printable
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -90,19 +90,7 @@ def check_place(target: Path, command: str) -> None:
 
 def write(content: str, target: Path, command: str) -> None:
     """Write the page completely or not at all, and print where it is. Raises `OutputError`, `NoSpaceError`."""
-    draft = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL}")
-    try:
-        try:
-            with draft.open("x", encoding="ascii", newline="\n") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            check_place(target, command)
-            os.replace(draft, target)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise unwritable(error, target, draft) from error
+    write_file(content.encode("ascii"), target, lambda: check_place(target, command))
     say(f"page: {printable(str(target))}")
 
 
