@@ -16,7 +16,7 @@ from ckpt.pipeline.interrupts import interruptible
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.evidence import Evidence
-from ckpt_formats.core.files import Reader
+from ckpt_formats.core.files import Reader, write_at
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.own_folder import create_own
 from ckpt_formats.core.seal_checks import SealChecks
@@ -25,7 +25,7 @@ from ckpt_formats.core.transfer import as_bytes
 from ckpt_formats.universal.boxes.whole import as_stored, with_stored
 from ckpt_formats.universal.entry import ALIGNMENT
 from ckpt_formats.universal.replay import DeltaBlob, StateArrays, StoredDelta, chunk_of, stored_delta
-from ckpt_formats.universal.write_replayed import with_plain, write_at
+from ckpt_formats.universal.write_replayed import with_plain
 
 
 @dataclass(frozen=True, eq=False)

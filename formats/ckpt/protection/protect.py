@@ -34,6 +34,7 @@ from ckpt_formats.core.errors import (
     OutputError,
     UnsupportedError,
 )
+from ckpt_formats.core.files import write_at
 from ckpt_formats.core.identity import Identity, check_unchanged
 from ckpt_formats.core.locking import lock, unwritable
 from ckpt_formats.core.own_folder import make_own
@@ -297,7 +298,7 @@ class _Journal:
             for place in self._plan.folder.places:
                 place.mkdir()
             (self._folder / _JOURNAL).touch()
-            _write_whole(self._folder / _PLAN, note)
+            write_whole(self._folder / _PLAN, note)
         self._descriptor = os.open(self._folder / _JOURNAL, os.O_RDWR | os.O_CLOEXEC)
         self._read()
 
@@ -400,10 +401,7 @@ class _Outputs:
     def write(self, start: int, blocks: Array) -> None:
         """Write the parities of a stripe, (m, n) uint8, from byte `start` on."""
         for file, block in zip(self._files, blocks, strict=True):
-            view, offset = block.data, start
-            while view:
-                written = os.pwrite(file, view, offset)
-                view, offset = view[written:], offset + written
+            write_at(file, block.data, start)
 
     def flush(self) -> None:
         for file in self._files:
@@ -422,7 +420,7 @@ def _publish(plan: ProtectPlan) -> None:
     data = plan.folder.hashes.to_bytes()
     *others, own = plan.bases
     for path in dict.fromkeys((*plan.folder.places, *map(_work, plan.bases))):
-        _write_whole(path / NAME, data)
+        write_whole(path / NAME, data)
     for name in (_PLAN, _JOURNAL):
         (_work(own) / name).unlink(missing_ok=True)
     for base in (*others, own):
@@ -441,7 +439,7 @@ def _publish(plan: ProtectPlan) -> None:
     flush(own.parent)
 
 
-def _write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Write a file that appears whole."""
     draft = path.with_name(f"{path.name}.new")
     draft.write_bytes(data)

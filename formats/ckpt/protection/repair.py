@@ -21,10 +21,11 @@ from ckpt.protection.damage import (
     find_damage,
     nbytes_to_scan,
 )
-from ckpt.protection.protect import REPAIRED, local_folder, locked
+from ckpt.protection.protect import REPAIRED, local_folder, locked, write_whole
 from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import Checked, Count, LocalPath, StrPath, checked
 from ckpt_formats.core.errors import CkptError, CorruptError, OutputError, UnsafeError
+from ckpt_formats.core.files import write_at
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush
 from ckpt_formats.parity.blocks import (
@@ -229,10 +230,7 @@ def _put(folder: ProtectedFolder, at: BlockAddress, block: Array, file: int) -> 
     place, digest = folder.place(at), folder.hash(at)
     if xxhash.xxh3_128_digest(block.data) != digest:
         raise CorruptError("a block does not fit its hash, and is not written", where=place.path)
-    view, offset = block.data, place.offset
-    while view:
-        written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
+    write_at(file, block.data, place.offset)
     if xxhash.xxh3_128_digest(os.pread(file, place.nbytes, place.offset)) != digest:
         raise OutputError("what is on the disk is not what was written", where=place.path, hint="Check the disk.")
 
@@ -245,7 +243,4 @@ def _renew_manifests(folder: ProtectedFolder) -> None:
             if path.read_bytes() == data:
                 continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.new")
-        draft.write_bytes(data)
-        flush(draft)
-        os.replace(draft, path)
+        write_whole(path, data)

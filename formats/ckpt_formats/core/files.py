@@ -356,6 +356,13 @@ def write_all(out: BinaryIO | FileIO, data: bytes | memoryview) -> None:
         view = view[out.write(view) or 0 :]
 
 
+def write_at(file: int, data: memoryview, offset: int) -> None:
+    """Write all bytes to an open file from byte `offset` on: one call of `pwrite` may write fewer."""
+    while data:
+        done = os.pwrite(file, data, offset)
+        data, offset = data[done:], offset + done
+
+
 _HINTS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "Check its permissions."),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Allow more: `ulimit -n 1024`; or give fewer --workers."),

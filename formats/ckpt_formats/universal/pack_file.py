@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 
 from ckpt_codecs.base import Bytes
+from ckpt_formats.core.files import write_at
 from ckpt_formats.universal.entry import ALIGNMENT, CodedChunks, Extent
 
 _BUFFER = 1 << 18
@@ -74,9 +75,7 @@ class PackFile:
     def write_at(self, data: memoryview, offset: int) -> None:
         """Write into a range that was reserved."""
         self._out.flush()
-        while data:
-            done = os.pwrite(self._out.fileno(), data, offset)
-            data, offset = data[done:], offset + done
+        write_at(self._out.fileno(), data, offset)
 
     def finish(self, header: bytes) -> None:
         """Write the header."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import MASTER, Parameter
+from ckpt_formats.core.files import write_at
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.own_folder import create_own
 from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Fragment, Tensor
@@ -153,10 +154,3 @@ def _plain(tensor: Tensor, blob: Blob | None, plain: Mapping[int, FileBlob]) -> 
     if isinstance(blob, DerivedBlob) and id(blob.base) in plain:
         return Tensor.of(replace(blob, base=plain[id(blob.base)]))
     return tensor
-
-
-def write_at(file: int, data: memoryview, at: int) -> None:
-    """Write all bytes to an open file at an offset."""
-    while data:
-        done = os.pwrite(file, data, at)
-        data, at = data[done:], at + done

@@ -18,7 +18,7 @@ from ckpt_formats.containers.torchfile import FileLayout
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError
-from ckpt_formats.core.files import Reader
+from ckpt_formats.core.files import Reader, write_at
 from ckpt_formats.core.format import Receipt
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.locking import unwritable
@@ -35,7 +35,6 @@ from ckpt_formats.engines.dcp.write import block_json, write_items, write_metada
 from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.state_dicts.write import state_tree
 from ckpt_formats.universal.boxes import CheckpointNotes, RankBox
-from ckpt_formats.universal.write_replayed import write_at
 
 _OBJECTS = "__0_1.distcp"
 """The second file of rank 0, with what its process knows only when all ranks have written."""

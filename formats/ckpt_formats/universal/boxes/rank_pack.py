@@ -24,7 +24,7 @@ from ckpt_formats.core.checkpoint import Parameter, Role
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.encoding import AUTO, EncodingOptions
 from ckpt_formats.core.errors import CkptError, InvalidArgumentError
-from ckpt_formats.core.files import Reader
+from ckpt_formats.core.files import Reader, write_at
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.own_folder import create_own
@@ -42,7 +42,6 @@ from ckpt_formats.universal.index import index_of
 from ckpt_formats.universal.manifest import pack_file
 from ckpt_formats.universal.pack import StatesWriter, finish_pack, header_nbytes
 from ckpt_formats.universal.pack_file import Mark, PackFile
-from ckpt_formats.universal.write_replayed import write_at
 
 _FITTED_NBYTES = 1 << 18
 """Bytes of a box from which a fit is used for others, too."""
