@@ -1,15 +1,19 @@
 """What is read by name is the same in a folder, in a bucket, and below a URL."""
 
+import gc
 import pickle
 import threading
 import time
+from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, UnsafeError, UnsupportedError
 from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.place import Place, ReadPlace
+from ckpt_formats.stores import http_client
 from ckpt_formats.stores.bucket import Bucket
 from ckpt_formats.stores.bucket_place import BucketPlace
 from ckpt_formats.stores.http_place import HttpPlace
@@ -108,3 +112,18 @@ def test_token_is_not_sent_without_tls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(read_place("https://192.0.2.1/x"), HttpPlace)
     with pytest.raises((NotFoundError, UnsupportedError)):
         read_place("ftp://192.0.2.1/x")
+
+
+def test_connections_of_a_place_in_a_cycle_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the garbage collector comes to the connection before it comes to the place."""
+    (tmp_path / "head.json").write_bytes(b"{}")
+    with static_server(tmp_path) as url:
+        older = [HTTPConnection(urlsplit(url).hostname or "", urlsplit(url).port)]
+        older[0].connect()
+        monkeypatch.setattr(http_client, "HTTPConnection", lambda *where, timeout: older.pop())
+        place = HttpPlace.of(url)
+        assert place.read("head.json") is not None
+        cycle: list[object] = [place]
+        cycle.append(cycle)
+        del place, cycle
+        gc.collect()  # a socket that it closes is a warning, which fails the test

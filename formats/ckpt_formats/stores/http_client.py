@@ -17,6 +17,7 @@ from threading import Lock
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
+from weakref import finalize
 
 from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import CkptError, InvalidArgumentError, NotFoundError, UnsafeError
@@ -108,6 +109,8 @@ class HttpClient:
         self._idle: list[tuple[HTTPConnection, float]] = []
         self._running = set[socket.socket]()
         self._process, self._lock = os.getpid(), Lock()
+        # Not `__del__`: of a client in a cycle, the garbage collector might end the sockets before it.
+        finalize(self, _close, self._idle)
 
     def get(
         self,
@@ -139,16 +142,10 @@ class HttpClient:
     def close(self) -> None:
         """Close all connections. A thread that waits for an answer gets an error."""
         with self._lock:
-            idle, self._idle = self._idle, []
             for running in list(self._running):
                 with suppress(OSError):
                     running.shutdown(socket.SHUT_RDWR)
-        for connection, _ in idle:
-            connection.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_lock"):
-            self.close()
+        _close(self._idle)
 
     def _redirected(self, request: "_HttpRequest") -> HttpAnswer:
         """The answer to a request, here or where a server sends it. Another server gets no token."""
@@ -225,7 +222,8 @@ class HttpClient:
         """A connection, and whether it was used before."""
         with self._lock:
             if self._process != os.getpid():  # those of the process that forked this one are its own
-                self._idle, self._process = [], os.getpid()
+                _close(self._idle)
+                self._process = os.getpid()
             while self._idle:
                 connection, since = self._idle.pop()
                 if time.monotonic() - since < _IDLE:
@@ -293,6 +291,13 @@ class _HttpRequest:
     max_nbytes: int
     seconds: float
     sink_of: SinkOf | None
+
+
+def _close(idle: list[tuple[HTTPConnection, float]]) -> None:
+    """Close connections, and empty their list, which other threads may do, too."""
+    with suppress(IndexError):
+        while True:
+            idle.pop()[0].close()
 
 
 class _WholeHead(HTTPResponse):
