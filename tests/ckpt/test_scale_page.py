@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import boto3
@@ -86,8 +87,8 @@ def test_page_has_a_manifest_for_kubernetes_that_runs(
             assert done.code == 0, done.err
         commit = shlex.split(block("console", "kubectl").splitlines()[2].removeprefix("$ "))
         assert ckpt(*commit[1:]).code == 0
-        store = boto3.client("s3", endpoint_url=server.endpoint, region_name="us-east-1")
-        names = {one["Key"] for one in store.list_objects_v2(Bucket=BUCKET, Prefix="step-1000-hf/")["Contents"]}
+        with closing(boto3.client("s3", endpoint_url=server.endpoint, region_name="us-east-1")) as store:
+            names = {one["Key"] for one in store.list_objects_v2(Bucket=BUCKET, Prefix="step-1000-hf/")["Contents"]}
         assert names == {f"step-1000-hf/{name}" for name in expected}
         assert ckpt("diff", f"s3://{BUCKET}/step-1000-hf", place / "local").code == 0
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import obstore
@@ -202,12 +203,12 @@ def test_clean_gives_up(user: StoreServer, tmp_path: Path, monkeypatch: pytest.M
 
 def test_uploads_that_were_not_completed_are_aborted(user: StoreServer) -> None:
     boto3 = pytest.importorskip("boto3")
-    client = boto3.client("s3", region_name="us-east-1")
-    for key in ("a/out/x", "a/other/x"):
-        client.create_multipart_upload(Bucket=BUCKET, Key=key)
-    done = ckpt("clean", f"s3://{BUCKET}/a/out", "--json")
-    assert json.loads(done.out)["uploads"] == 1
-    assert [one["Key"] for one in client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]] == ["a/other/x"]
+    with closing(boto3.client("s3", region_name="us-east-1")) as client:
+        for key in ("a/out/x", "a/other/x"):
+            client.create_multipart_upload(Bucket=BUCKET, Key=key)
+        done = ckpt("clean", f"s3://{BUCKET}/a/out", "--json")
+        assert json.loads(done.out)["uploads"] == 1
+        assert [one["Key"] for one in client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]] == ["a/other/x"]
 
 
 def test_another_job_removes_what_the_first_has_left(

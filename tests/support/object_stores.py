@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.context import BaseContext
@@ -79,9 +79,10 @@ class StoreServer:
             aws_secret_access_key=SECRET,
             region_name="us-east-1",
         )
-        for page in obstore.list(self.client, folder):
-            for meta in page:
-                client.put_object_acl(Bucket=BUCKET, Key=meta["path"], ACL="public-read")
+        with closing(client):
+            for page in obstore.list(self.client, folder):
+                for meta in page:
+                    client.put_object_acl(Bucket=BUCKET, Key=meta["path"], ACL="public-read")
 
 
 @contextmanager
@@ -168,8 +169,9 @@ def _make_bucket(server: StoreServer, process: "subprocess.Popen[bytes]") -> Non
             return False
         return True
 
-    while not is_ready():
-        time.sleep(0.2)
+    with closing(client):
+        while not is_ready():
+            time.sleep(0.2)
 
 
 def free_port() -> int:

@@ -1,7 +1,7 @@
 """Uploads in parts that a killed process did not complete: stores keep the parts, and charge for them."""
 
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 
 
 def abort_uploads(url: str, folder: str, key: str = "") -> int | None:
@@ -19,12 +19,14 @@ def abort_uploads(url: str, folder: str, key: str = "") -> int | None:
     except ModuleNotFoundError:
         return None
     aborted = 0
-    with suppress(BotoCoreError, ClientError):
-        client = boto3.client("s3", region_name=os.environ.get("AWS_REGION"))
-        for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=folder or key):
+    with (
+        suppress(BotoCoreError, ClientError),
+        closing(boto3.client("s3", region_name=os.environ.get("AWS_REGION"))) as s3,
+    ):
+        for page in s3.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=folder or key):
             for upload in page.get("Uploads", ()):
                 if upload["Key"] == key or upload["Key"].startswith(f"{folder}/"):
-                    client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+                    s3.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
                     aborted += 1
         return aborted
     return None
