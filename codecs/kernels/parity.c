@@ -40,10 +40,10 @@ static void prepare(Multiplier *made, u8 constant) {
             if (times(constant, (u8)(1 << from)) >> bit & 1) made->bits |= (u64)1 << (8 * (7 - bit) + from);
 }
 
-/* What one pass adds: `multipliers` has PASS_COLUMNS for each row. */
+/* What one pass adds: `multipliers` has PASS_COLUMNS for each row; outputs begin `stride` bytes apart. */
 typedef struct {
     const Multiplier *multipliers;
-    i64 columns, size;
+    i64 columns, size, stride;
     const u8 *inputs;
     u8 *outputs;
 } Pass;
@@ -55,7 +55,7 @@ typedef struct {
         for (; at + 2 * width <= pass->size; at += 2 * width) {                                                         \
             vector sums[PASS_ROWS][2];                                                                                  \
             for (int r = 0; r < rows; r++)                                                                              \
-                for (int v = 0; v < 2; v++) sums[r][v] = load(pass->outputs + r * pass->size + at + v * width);         \
+                for (int v = 0; v < 2; v++) sums[r][v] = load(pass->outputs + r * pass->stride + at + v * width);       \
             for (i64 c = 0; c < pass->columns; c++) {                                                                   \
                 const u8 *input = pass->inputs + c * pass->size + at;                                                   \
                 vector x = load(input), y = load(input + width);                                                        \
@@ -66,7 +66,7 @@ typedef struct {
                 }                                                                                                       \
             }                                                                                                           \
             for (int r = 0; r < rows; r++)                                                                              \
-                for (int v = 0; v < 2; v++) store(pass->outputs + r * pass->size + at + v * width, sums[r][v]);         \
+                for (int v = 0; v < 2; v++) store(pass->outputs + r * pass->stride + at + v * width, sums[r][v]);       \
         }                                                                                                               \
         return at;                                                                                                      \
     }                                                                                                                   \
@@ -136,7 +136,7 @@ static i64 add_by_tables(const Pass *pass, int rows) { return (void)pass, (void)
 /* What is left of a pass after `at` bytes of each block: all of it on other machines. */
 static void add_bytes(const Pass *pass, int rows, i64 at) {
     for (int r = 0; r < rows; r++) {
-        u8 *sums = pass->outputs + r * pass->size;
+        u8 *sums = pass->outputs + r * pass->stride;
         for (i64 c = 0; c < pass->columns; c++) {
             const Multiplier *by = pass->multipliers + r * PASS_COLUMNS + c;
             const u8 *input = pass->inputs + c * pass->size;
@@ -145,9 +145,10 @@ static void add_bytes(const Pass *pass, int rows, i64 at) {
     }
 }
 
-i64 API(add_products)(i64 rows, i64 columns, const u8 *matrix, i64 size, const u8 *inputs, u8 *outputs, i64 gfni) {
-    if (rows < 1 || rows > 255 || columns < 1 || columns > 255 || !is_size(size)) return BAD_SIZE;
-    if (!is_size(rows * size) || !is_size(columns * size) || (gfni != 0 && gfni != 1)) return BAD_SIZE;
+i64 API(add_products)(i64 rows, i64 columns, const u8 *matrix, i64 size, const u8 *inputs, u8 *outputs, i64 stride, i64 gfni) {
+    if (rows < 1 || rows > 255 || columns < 1 || columns > 255 || !is_size(size) || !is_size(stride) || stride < size)
+        return BAD_SIZE;
+    if (!is_size(rows * stride) || !is_size(columns * size) || (gfni != 0 && gfni != 1)) return BAD_SIZE;
     Multiplier multipliers[PASS_ROWS][PASS_COLUMNS];
     for (i64 row = 0; row < rows; row += PASS_ROWS) {
         int own_rows = (int)min(rows - row, PASS_ROWS);
@@ -156,7 +157,7 @@ i64 API(add_products)(i64 rows, i64 columns, const u8 *matrix, i64 size, const u
             for (int r = 0; r < own_rows; r++)
                 for (i64 c = 0; c < own_columns; c++)
                     prepare(&multipliers[r][c], matrix[(row + r) * columns + column + c]);
-            Pass pass = {multipliers[0], own_columns, size, inputs + column * size, outputs + row * size};
+            Pass pass = {multipliers[0], own_columns, size, stride, inputs + column * size, outputs + row * stride};
 #ifdef __AVX2__
             i64 done = gfni ? add_by_gfni(&pass, own_rows) : add_by_tables(&pass, own_rows);
 #else

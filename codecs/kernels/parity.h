@@ -9,8 +9,8 @@
  *
  * matrix     rows * columns, row by row
  * inputs     columns * size: one block after another
- * outputs    rows * size
+ * outputs    rows of `size` bytes, each of which begins `stride` bytes, at least `size`, after the one before
  * gfni       1 if this CPU has GFNI (`ckpt_features`), else 0. The bytes are the same */
-i64 API(add_products)(i64 rows, i64 columns, const u8 *matrix, i64 size, const u8 *inputs, u8 *outputs, i64 gfni);
+i64 API(add_products)(i64 rows, i64 columns, const u8 *matrix, i64 size, const u8 *inputs, u8 *outputs, i64 stride, i64 gfni);
 
 #endif

@@ -21,13 +21,13 @@ def make_blocks(random: np.random.Generator, n: int) -> Trial:
     rows, columns = int(random.integers(1, 10)), int(random.choice([1, 2, 7, 32, 33, 70]))
     matrix = random.integers(0, 256, (rows, columns), np.uint8)
     inputs = random.integers(0, 256, (columns, n), np.uint8)
-    before = random.integers(0, 256, (rows, n), np.uint8)
+    before = random.integers(0, 256, (rows, n + int(random.choice([0, 1, 40]))), np.uint8)
 
     def run(engine: Engine) -> Any:
         results = []
         for gfni in (None, False, True):
             outputs = before.copy()
-            engine.add_products(matrix, inputs, outputs, gfni)
+            engine.add_products(matrix, inputs, outputs[:, :n], gfni)
             results.append(outputs)
         return results
 
