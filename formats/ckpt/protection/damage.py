@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -20,8 +21,10 @@ from ckpt_formats.parity.blocks import (
     BlockSource,
     ProtectedFolder,
     ThreadReaders,
+    combine,
     parity_file,
     read_block,
+    recovery_factors,
 )
 
 _TOGETHER = 8
@@ -110,6 +113,14 @@ def all_files(folder: ProtectedFolder) -> Iterator[tuple[Path, int, bool]]:
             yield parity_file(place, number), group.parity_nbytes, True
 
 
+def file_nbytes(path: Path, otherwise: int = -1) -> int:
+    """The length of a file, or `otherwise` if there is none."""
+    try:
+        return path.stat().st_size if path.is_file() else otherwise
+    except OSError:
+        return otherwise
+
+
 def nbytes_to_scan(folder: ProtectedFolder) -> int:
     """The bytes that `find_damage` counts."""
     return folder.manifest.nbytes + folder.manifest.parity_nbytes
@@ -121,16 +132,18 @@ def find_damage(
     count: Callable[[int], None] = lambda nbytes: None,
     others: Sequence[Path] = (),
     leftover: Callable[[Path], Path | None] = lambda path: None,
+    rebuilt: "RebuiltFiles | None" = None,
 ) -> Damage:
     """Read all blocks, and look for those that are not where they should be.
 
     `others`: folders with files of the same names, which may have them. `leftover`: the file that an interrupted repair
-    has left for a path. Blocks are found elsewhere by their hash alone.
+    has left for a path. Blocks are found elsewhere by their hash alone. `rebuilt`: takes blocks that are computed
+    meanwhile, and then are elsewhere.
     """
-    wrong = _scan(folder, resources, count)
+    wrong = _scan(folder, resources, count, rebuilt)
     bad = frozenset(wrong)
-    elsewhere = dict(_misplaced(folder, wrong))
-    lengths = frozenset(path for path, nbytes, _ in all_files(folder) if _nbytes(path) != nbytes)
+    elsewhere = {**dict(_misplaced(folder, wrong)), **(rebuilt.places if rebuilt is not None else {})}
+    lengths = frozenset(path for path, nbytes, _ in all_files(folder) if file_nbytes(path) != nbytes)
     for at in bad - elsewhere.keys():
         place = folder.place(at)
         candidates = [leftover(place.path)]
@@ -143,26 +156,68 @@ def find_damage(
     return Damage(folder, bad, elsewhere, frozenset(_too_many(folder, bad - elsewhere.keys())), lengths)
 
 
+class RebuiltFiles(Protocol):
+    """Files that are written beside those that are missing or too short. Threads share it."""
+
+    @property
+    def places(self) -> Mapping[BlockAddress, BlockPlace]:
+        """Where the blocks are that it has taken."""
+
+    def takes(self, at: BlockAddress) -> bool:
+        """Whether it has a file for a block."""
+
+    def put(self, at: BlockAddress, block: Array) -> None:
+        """Write a block, (n,) uint8, which fits its hash."""
+
+
 def _scan(
-    folder: ProtectedFolder, resources: Resources, count: Callable[[int], None]
+    folder: ProtectedFolder, resources: Resources, count: Callable[[int], None], rebuilt: RebuiltFiles | None
 ) -> dict[BlockAddress, bytes | None]:
     """The blocks that are bad, each with the hash of what is in its place; None if that cannot be read."""
     stripes = list(folder.stripes())
+    nbytes = {path: file_nbytes(path) for path, _, _ in all_files(folder)}
 
     def scan(first: int) -> list[tuple[BlockAddress, bytes | None]]:
         wrong = []
-        for group, stripe in stripes[first : first + _TOGETHER]:
-            for at in folder.blocks_of(group, stripe):
-                place = folder.place(at)
-                digest = _hash(threads.reader, place, threads.block)
-                if digest != folder.hash(at):
-                    wrong.append((at, digest))
-                count(place.nbytes)
+        for stripe in stripes[first : first + _TOGETHER]:
+            wrong += _scan_stripe(folder, stripe, nbytes, threads, rebuilt)
+            count(sum(folder.place(at).nbytes for at in folder.blocks_of(*stripe)))
         return wrong
 
-    with ThreadReaders(0) as threads, ThreadPoolExecutor(resources.workers, "ckpt") as pool:
+    with (
+        ThreadReaders(folder.manifest.parities) as threads,
+        ThreadPoolExecutor(resources.workers, "ckpt") as pool,
+    ):
         results = run_tasks(pool, scan, range(0, len(stripes), _TOGETHER), 2 * resources.workers)
         return {at: digest for wrong in results for at, digest in wrong}
+
+
+def _scan_stripe(
+    folder: ProtectedFolder,
+    stripe: tuple[int, int],
+    nbytes: Mapping[Path, int],
+    threads: ThreadReaders,
+    rebuilt: RebuiltFiles | None,
+) -> list[tuple[BlockAddress, bytes | None]]:
+    """The bad blocks of a stripe, as `_scan`. `nbytes`: how long the files are.
+
+    Those that are beyond the end of a file are computed from the others while these are read and compared.
+    """
+    blocks = {at: folder.place(at) for at in folder.blocks_of(*stripe)}
+    lost = [at for at, place in blocks.items() if place.offset + place.nbytes > nbytes[place.path]]
+    there = [at for at in blocks if at not in lost]
+    is_rebuilt = rebuilt is not None and len(lost) <= folder.manifest.parities and all(map(rebuilt.takes, lost))
+    wanted = lost if is_rebuilt else []
+    factors = recovery_factors(folder, wanted, there) if wanted else np.zeros((0, len(there)), np.uint8)
+    longest = folder.manifest.groups[stripe[0]].stripe_nbytes[stripe[1]]
+    digests, sums = combine(threads.reader, [blocks[at] for at in there], factors, longest, threads.buffers)
+    found = {at: None if isinstance(one, CkptError) else one for at, one in zip(there, digests, strict=True)}
+    wrong = {at: digest for at, digest in found.items() if digest != folder.hash(at)}
+    # A block that is bad would spoil all sums that it is in.
+    if rebuilt is not None and not any(factors[:, number].any() for number, at in enumerate(there) if at in wrong):
+        for at, block in zip(wanted, sums, strict=True):
+            rebuilt.put(at, block[: blocks[at].nbytes])
+    return [*wrong.items(), *((at, None) for at in lost)]
 
 
 def _hash(reader: Reader, place: BlockPlace, buffer: Array) -> bytes | None:
@@ -197,13 +252,6 @@ def _too_many(folder: ProtectedFolder, bad: Iterable[BlockAddress]) -> Iterator[
     for own in stripes.values():
         if len(own) > folder.manifest.parities:
             yield from own
-
-
-def _nbytes(path: Path) -> int | None:
-    try:
-        return path.stat().st_size if path.is_file() else None
-    except OSError:
-        return None
 
 
 class FoundBlocks(BlockSource):

@@ -1,6 +1,7 @@
 """Repair protected files: blocks that are lost are computed from others, and files renamed into place whole."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -18,6 +19,7 @@ from ckpt.protection.damage import (
     DamagedFile,
     FoundBlocks,
     all_files,
+    file_nbytes,
     find_damage,
     nbytes_to_scan,
 )
@@ -30,10 +32,12 @@ from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush
 from ckpt_formats.parity.blocks import (
     BlockAddress,
+    BlockPlace,
     ProtectedFolder,
     StripeBuffers,
     ThreadReaders,
     find_parity,
+    parity_file,
     recover,
 )
 from ckpt_formats.parity.manifest import FOLDER, NAME
@@ -41,6 +45,8 @@ from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.stores.location import source_path
 
 _FILES_AT_ONCE = 128
+_READ_BACK = 1 << 16
+"""Bytes that are compared at once with what was written: a cache holds them."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +106,14 @@ def repair(
         if not dry_run:
             stack.enter_context(locked(root))
         count = stack.enter_context(interruptible(count_bytes))
-        damage = find_damage(folder, resources, count, copies, _repaired)
-        files = damage.files()
-        if not dry_run:
+        if dry_run:
+            files = find_damage(folder, resources, count, copies, _repaired).files()
+        else:
             try:
-                _write(damage, files, resources, count)
+                with _Rebuilt(folder) as rebuilt:
+                    damage = find_damage(folder, resources, count, copies, _repaired, rebuilt)
+                files = damage.files()
+                _write(damage, files, rebuilt, resources, count)
                 _renew_manifests(folder)
             except OSError as error:
                 if isinstance(error, CkptError):
@@ -136,22 +145,88 @@ def _repaired(path: Path) -> Path:
     return path.with_name(f".{path.name}{REPAIRED}")
 
 
-def _write(damage: Damage, files: Sequence[DamagedFile], resources: Resources, count: Callable[[int], None]) -> None:
+class _Rebuilt:
+    """The files beside those that are missing or too short, which get their blocks while all others are compared.
+
+    Only of groups that have not lost more domains than parity replaces, and where no interrupted repair left anything.
+    """
+
+    def __init__(self, folder: ProtectedFolder) -> None:
+        self._folder, self._files = folder, dict[Path, int]()
+        self.places: dict[BlockAddress, BlockPlace] = {}
+
+    def __enter__(self) -> "_Rebuilt":
+        for path, nbytes in _short_files(self._folder)[:_FILES_AT_ONCE]:
+            if os.path.lexists(_repaired(path)):
+                continue
+            with suppress(UnsafeError):
+                _make_parents(self._folder, path)
+                self._files[path] = _created(_repaired(path), path, nbytes)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files.values():
+            os.close(file)
+
+    def takes(self, at: BlockAddress) -> bool:
+        return self._folder.place(at).path in self._files
+
+    def put(self, at: BlockAddress, block: Array) -> None:
+        place = self._folder.place(at)
+        _put(self._folder, at, block, self._files[place.path])
+        self.places[at] = BlockPlace(_repaired(place.path), place.offset, place.nbytes)
+
+    @property
+    def paths(self) -> dict[Path, Path]:
+        """The files by the paths that they are for."""
+        return {path: _repaired(path) for path in self._files}
+
+
+def _short_files(folder: ProtectedFolder) -> list[tuple[Path, int]]:
+    """The files that are missing or too short, with the length that they should have, of groups that replace them."""
+    result = []
+    for number, group in enumerate(folder.manifest.groups):
+        columns = [[(folder.root / file.name, file.nbytes) for file in domain.files] for domain in group.domains] + [
+            [(parity_file(place, number), group.parity_nbytes)] for place in folder.places
+        ]
+        short = [[one for one in column if file_nbytes(one[0], 0) < one[1]] for column in columns]
+        if sum(map(bool, short)) <= group.parities:
+            result += [one for own in short for one in own]
+    return result
+
+
+def _created(new: Path, path: Path, nbytes: int) -> int:
+    """A new file of zeros that will replace another one, opened to read and write."""
+    file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    os.ftruncate(file, nbytes)
+    with suppress(OSError):
+        os.fchmod(file, path.stat().st_mode & 0o777)
+    return file
+
+
+def _write(
+    damage: Damage,
+    files: Sequence[DamagedFile],
+    rebuilt: _Rebuilt,
+    resources: Resources,
+    count: Callable[[int], None],
+) -> None:
     """Write the files that can be repaired beside their places, compare them, and rename them."""
     lengths = {path: nbytes for path, nbytes, _ in all_files(damage.folder)}
     paths = [file.path for file in files if file.is_repairable]
     for path in paths:
         _make_parents(damage.folder, path)
-    leftovers = {place.path for place in damage.elsewhere.values()}
+    leftovers = {place.path for place in damage.elsewhere.values()} - set(rebuilt.paths.values())
     outputs: dict[Path, Path] = {}
     for path in paths:
         new = _repaired(path)
         # What an interrupted repair has left may be the only copy of a block: it stays until another one is whole.
         outputs[path] = _repaired(new) if new in leftovers else new
+    incomplete = _incomplete(damage.folder, paths, rebuilt)
     # Files of which some are open together: a process may open so many.
-    for first in range(0, len(paths), _FILES_AT_ONCE):
-        some = {path: outputs[path] for path in paths[first : first + _FILES_AT_ONCE]}
-        _fill(damage, some, lengths, resources, count)
+    for first in range(0, len(incomplete), _FILES_AT_ONCE):
+        some = {path: outputs[path] for path in incomplete[first : first + _FILES_AT_ONCE]}
+        _fill(damage, some, lengths, rebuilt, resources, count)
     for new in outputs.values():
         flush(new)
     for path, new in outputs.items():
@@ -160,6 +235,13 @@ def _write(damage: Damage, files: Sequence[DamagedFile], resources: Resources, c
         flush(folder)
     for path in lengths:
         _repaired(path).unlink(missing_ok=True)
+
+
+def _incomplete(folder: ProtectedFolder, paths: Sequence[Path], rebuilt: _Rebuilt) -> list[Path]:
+    """Those of which not all blocks are written yet."""
+    blocks = Counter(folder.place(at).path for stripe in folder.stripes() for at in folder.blocks_of(*stripe))
+    written = Counter(folder.place(at).path for at in rebuilt.places)
+    return [path for path in paths if path not in rebuilt.paths or written[path] < blocks[path]]
 
 
 def _make_parents(folder: ProtectedFolder, path: Path) -> None:
@@ -175,10 +257,11 @@ def _fill(
     damage: Damage,
     outputs: dict[Path, Path],
     lengths: dict[Path, int],
+    rebuilt: _Rebuilt,
     resources: Resources,
     count: Callable[[int], None],
 ) -> None:
-    """Write all blocks of the files, and compare what was written."""
+    """Write all blocks of the files that are not rebuilt yet, and compare what was written."""
     folder = damage.folder
     with (
         ExitStack() as stack,
@@ -187,16 +270,17 @@ def _fill(
     ):
         opened: dict[Path, int] = {}
         for path, new in outputs.items():
-            new.unlink(missing_ok=True)  # a link would be written through
-            opened[path] = file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            stack.callback(os.close, file)
-            os.ftruncate(file, lengths[path])
-            with suppress(OSError):
-                os.fchmod(file, path.stat().st_mode & 0o777)
+            if path in rebuilt.paths:
+                opened[path] = os.open(new, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            else:
+                new.unlink(missing_ok=True)  # a link would be written through
+                opened[path] = _created(new, path, lengths[path])
+            stack.callback(os.close, opened[path])
 
         def fill(stripe: tuple[int, int]) -> None:
             count(0)  # raises if the user has interrupted
-            wanted = [at for at in folder.blocks_of(*stripe) if folder.place(at).path in opened]
+            blocks = folder.blocks_of(*stripe)
+            wanted = [at for at in blocks if at not in rebuilt.places and folder.place(at).path in opened]
             if not wanted:
                 return
             source = FoundBlocks(damage, threads.reader)
@@ -231,8 +315,17 @@ def _put(folder: ProtectedFolder, at: BlockAddress, block: Array, file: int) -> 
     if xxhash.xxh3_128_digest(block.data) != digest:
         raise CorruptError("a block does not fit its hash, and is not written", where=place.path)
     write_at(file, block.data, place.offset)
-    if xxhash.xxh3_128_digest(os.pread(file, place.nbytes, place.offset)) != digest:
+    if _hash_of(file, place) != digest:
         raise OutputError("what is on the disk is not what was written", where=place.path, hint="Check the disk.")
+
+
+def _hash_of(file: int, place: BlockPlace) -> bytes:
+    """The hash of what a file has in the place of a block."""
+    digest, part = xxhash.xxh3_128(), bytearray(_READ_BACK)
+    for start in range(0, place.nbytes, _READ_BACK):
+        view = memoryview(part)[: place.nbytes - start]
+        digest.update(view[: os.preadv(file, [view], place.offset + start)])
+    return digest.digest()
 
 
 def _renew_manifests(folder: ProtectedFolder) -> None:

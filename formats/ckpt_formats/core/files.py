@@ -74,7 +74,8 @@ class Reader:
         self._in_memory = BytesInMemory()
         self._check = check
         self._observer: Observer | None = None
-        self._max_files = files_each(_EXPECTED_READERS) if max_files is None else max_files
+        self.max_files = files_each(_EXPECTED_READERS) if max_files is None else max_files
+        """How many files it has open at most."""
         self._identities = identities or {}
         self._files: dict[Path, OpenFile] = {}
         self._checksums: dict[Seal, RunningChecksum] = {}
@@ -190,6 +191,12 @@ class Reader:
             self._seals_of_band.add(rows.seal)
         return self._band.rows(rows)
 
+    def opened(self, path: Path) -> OpenFile:
+        """A file that is open until `max_files` others have been asked for. Raises as `read_into`."""
+        if path in self._files:
+            self._files[path] = self._files.pop(path)  # the last to be closed
+        return self._open(path)
+
     def file_nbytes(self, path: Path) -> int:
         """The length of a file. Raises as `read_into`."""
         return self._open(path).status.st_size
@@ -242,7 +249,7 @@ class Reader:
 
     def _open(self, path: Path) -> OpenFile:
         if path not in self._files:
-            while len(self._files) >= self._max_files:
+            while len(self._files) >= self.max_files:
                 self._files.pop(next(iter(self._files))).close()
             self._files[path] = open_to_read(path, self._identities)
         return self._files[path]

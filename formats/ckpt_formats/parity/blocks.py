@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from threading import local
 from typing import cast
@@ -12,13 +13,15 @@ import xxhash
 from ckpt_codecs.base import Array
 from ckpt_codecs.native.parity import add_products
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
-from ckpt_formats.core.files import Reader
+from ckpt_formats.core.files import Reader, unreadable
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.parity.code import parity_matrix, recovery_matrix
 from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, NAME, BlockHashes, DomainGroup, ParityManifest, read
 
 BLOCKS_AT_ONCE = 16
 """Blocks of a stripe that are in memory together: a thread needs so many and the parities, whatever the group is."""
+_SLICE_NBYTES = 1 << 16
+"""Bytes of each of these blocks that are read, hashed and multiplied before the next ones, so that caches hold them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +148,18 @@ class StripeBuffers:
         self._sums = np.empty(rows * BLOCK_NBYTES, np.uint8)
 
     def inputs(self, nbytes: int) -> Array:
-        """Room for blocks of this length: (BLOCKS_AT_ONCE, nbytes) uint8, of any content."""
+        """Room for blocks, or slices of them, of this length: (BLOCKS_AT_ONCE, nbytes) uint8, of any content."""
         return self._inputs[: BLOCKS_AT_ONCE * nbytes].reshape(BLOCKS_AT_ONCE, nbytes)
 
     def sums(self, rows: int, nbytes: int) -> Array:
         """Sums of blocks: (rows, nbytes) uint8, all 0."""
-        sums = self._sums[: rows * nbytes].reshape(rows, nbytes)
+        sums = self.room(rows, nbytes)
         sums[:] = 0
         return sums
+
+    def room(self, rows: int, nbytes: int) -> Array:
+        """Room for sums of blocks: (rows, nbytes) uint8, of any content."""
+        return self._sums[: rows * nbytes].reshape(rows, nbytes)
 
 
 class ThreadReaders:
@@ -201,24 +208,105 @@ def read_block(reader: Reader, place: BlockPlace, out: Array) -> bytes:
     return xxhash.xxh3_128_digest(out[: place.nbytes].data)
 
 
+def combine(
+    reader: Reader, places: Sequence[BlockPlace], matrix: Array, nbytes: int, buffers: StripeBuffers
+) -> tuple[list[bytes | CkptError], Array]:
+    """Read blocks once, and return the hash of each, and the sums of their products: (rows, nbytes) uint8.
+
+    `matrix`: the factors of each block in each sum, (rows, blocks) uint8. Of a block that cannot be read, the error is
+    returned, and the sums in which it has a factor mean nothing. They are valid until `buffers` are used again.
+    """
+    sums, results = buffers.room(len(matrix), nbytes), list[bytes | CkptError]()
+    at_once = min(BLOCKS_AT_ONCE, reader.max_files)
+    for first in range(0, len(places), at_once):
+        some = places[first : first + at_once]
+        factors = np.ascontiguousarray(matrix[:, first : first + len(some)])
+        blocks = [_SlicedBlock(reader, place) for place in some]
+        # What is only hashed needs no memory of its own.
+        step = _SLICE_NBYTES if len(matrix) else BLOCK_NBYTES
+        for start in range(0, nbytes, step):
+            own = sums[:, start : start + step]
+            inputs = buffers.inputs(own.shape[1])
+            for number, block in enumerate(blocks):
+                block.read(start, inputs[number if len(matrix) else 0])
+            if len(matrix):
+                if first == 0:
+                    own[:] = 0
+                add_products(factors, inputs[: len(some)], own)
+        results += (block.result() for block in blocks)
+    return results, sums
+
+
+class _SlicedBlock:
+    """A block that is read front to back and hashed meanwhile."""
+
+    def __init__(self, reader: Reader, place: BlockPlace) -> None:
+        self._place, self._digest = place, xxhash.xxh3_128()
+        self._error: CkptError | None = None
+        try:
+            self._file = reader.opened(place.path) if place.nbytes else None
+        except CkptError as error:
+            self._error = error
+
+    def read(self, start: int, out: Array) -> None:
+        """Fill `out`, (n,) uint8, with the bytes from `start` on, and with zeros after the end."""
+        there = min(self._place.nbytes - start, out.size)
+        if there < out.size:
+            out[max(there, 0) :] = 0
+        if there <= 0 or self._error is not None or self._file is None:
+            return
+        view, offset = out.data[:there], self._place.offset + start
+        try:
+            while view:
+                done = self._file.read_into(offset, view)
+                if done == 0:
+                    raise CorruptError(f"the file ends at byte {offset:,}", where=self._place.path)
+                self._digest.update(view[:done])
+                view, offset = view[done:], offset + done
+        except OSError as error:
+            self._error = unreadable(error, self._place.path)
+
+    def result(self) -> bytes | CkptError:
+        """The hash of all its bytes, or why they cannot be read."""
+        return self._digest.digest() if self._error is None else self._error
+
+
 def encode_stripe(folder: ProtectedFolder, group: int, stripe: int, reader: Reader, buffers: StripeBuffers) -> Array:
     """Read the data of a stripe once, note the hashes of all its blocks, and return its parities: (m, n) uint8.
 
     Raises `CkptError` if a file cannot be read. The result is valid until `buffers` are used again.
     """
     own = folder.manifest.groups[group]
-    nbytes, matrix = own.stripe_nbytes[stripe], parity_matrix(len(own.domains), own.parities)
-    inputs, sums = buffers.inputs(nbytes), buffers.sums(own.parities, nbytes)
     blocks = [at for at in folder.blocks_of(group, stripe) if at.column < len(own.domains)]
-    for first in range(0, len(blocks), BLOCKS_AT_ONCE):
-        some = blocks[first : first + BLOCKS_AT_ONCE]
-        for block, at in zip(inputs, some, strict=False):
-            folder.hashes.note(group, at.column, stripe, read_block(reader, folder.place(at), block))
-        factors = np.ascontiguousarray(matrix[:, [at.column for at in some]])
-        add_products(factors, inputs[: len(some)], sums)
+    matrix = parity_matrix(len(own.domains), own.parities)[:, [at.column for at in blocks]]
+    digests, sums = combine(reader, list(map(folder.place, blocks)), matrix, own.stripe_nbytes[stripe], buffers)
+    for at, digest in zip(blocks, digests, strict=True):
+        if isinstance(digest, CkptError):
+            raise digest
+        folder.hashes.note(group, at.column, stripe, digest)
     for number, block in enumerate(sums):
         folder.hashes.note(group, len(own.domains) + number, stripe, xxhash.xxh3_128_digest(block.data))
     return sums
+
+
+def recovery_factors(folder: ProtectedFolder, lost: Sequence[BlockAddress], others: Sequence[BlockAddress]) -> Array:
+    """The factors by which other blocks of a stripe give those that are lost: (lost, others) uint8; 0 of spare ones.
+
+    `others`: all blocks of the stripe with bytes that are not lost; at most as many are lost as there are parities.
+    """
+    group = folder.manifest.groups[others[0].group]
+    data, wanted = len(group.domains), tuple(at.column for at in lost)
+    present = tuple([column for column in range(data + group.parities) if column not in wanted][:data])
+    matrix = _recovery_matrix(data, group.parities, present, wanted)
+    factors = np.zeros((len(lost), len(others)), np.uint8)
+    for number, at in enumerate(others):
+        if at.column in present:
+            factors[:, number] = matrix[:, present.index(at.column)]
+    return factors
+
+
+_recovery_matrix = lru_cache(maxsize=64)(recovery_matrix)
+"""Most stripes have lost the same domains. Nobody changes the result."""
 
 
 class BlockSource:
@@ -252,13 +340,13 @@ def recover(
     bad = {at.column for at in (*missing, *wanted)}
     while True:
         columns = range(len(group.domains) + group.parities)
-        present = [column for column in columns if column not in bad][: len(group.domains)]
+        present = tuple([column for column in columns if column not in bad][: len(group.domains)])
         if len(present) < len(group.domains):
             raise IncompleteError(
                 f"{len(bad)} blocks of a stripe are lost, and its parity replaces {group.parities}",
                 where=folder.place(wanted[0]).path,
             )
-        matrix = recovery_matrix(len(group.domains), group.parities, present, [at.column for at in wanted])
+        matrix = _recovery_matrix(len(group.domains), group.parities, present, tuple(at.column for at in wanted))
         failed = _combine(source, group, number, stripe, present, matrix, buffers)
         if not isinstance(failed, int):
             break
