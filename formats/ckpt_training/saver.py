@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from ckpt_formats.core.state_names import MODEL, from_stored
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.text import PARTIAL, STAGED
+from ckpt_formats.parity.code import MAX_LOST
 from ckpt_formats.state_dicts.keys import NESTED, STYLES, StateKeys
 from ckpt_formats.stores.location import place_at, target_path
 from ckpt_formats.universal.boxes import RankBox
@@ -183,6 +185,7 @@ class Saver(SnapshotContext):
         memory: int = 256 << 20,
         stall_seconds: float = 600.0,
         then: Callable[..., object] | None = None,
+        protect: int | None = None,
         **parts: Any,
     ) -> None:
         """Plan what each rank saves. All ranks must do so together.
@@ -203,6 +206,9 @@ class Saver(SnapshotContext):
             then: A function of a module, or a `functools.partial` of one with keyword arguments that are plain. After
                 each published save, a process beside rank 0 calls it with the path or URL of the save, one save after
                 another. If it fails, `wait_then` of the handle raises the error, and the save stays as it is.
+            protect: Write parity with each save, as `ckpt.protect(path, protect)` does: so many files of it may be
+                lost or damaged. The process beside rank 0 reads the files of all ranks for it, before the save
+                appears; `stall_seconds` must be enough for that.
             parts: What else is saved, by name: anything with a `state_dict`, such as a scheduler or a loader, and plain
                 values. A checkpoint has them as extras.
 
@@ -213,6 +219,7 @@ class Saver(SnapshotContext):
         """
         self._target = target_path(os.path.abspath(target) if not _is_url(target) else os.fspath(target))
         _check(format, policy, in_flight, when_slow, memory, is_chain(self._target))
+        _check_protect(protect, self._target)
         self._in_flight, self._when_slow, self._parts = in_flight, when_slow, parts
         self._handles: list[SaveHandle] = []
         self._jobs: dict[int, JobState] = {}
@@ -241,6 +248,7 @@ class Saver(SnapshotContext):
                 codec=AUTO if in_chain else format.codec if isinstance(format, Universal) else None,
                 dcp_keys=_keys_of(format).to_json() if isinstance(format, DCP) else None,
                 then=None if job is None else [job.function, job.arguments],
+                protect=protect,
                 deltas=in_chain,
                 base_every=policy.base_every,
                 check=policy.check if in_chain else False,
@@ -460,6 +468,15 @@ def _check(
         raise InvalidArgumentError("`policy` is for chains", hint="Name a target that ends in .chain.")
     if policy is not None and (not policy.delta_codec.lossless or policy.evaluation or policy.partial or policy.tip):
         raise UnsupportedError("a live run is saved without loss, whole, and without a tip", where="policy")
+
+
+def _check_protect(protect: int | None, target: Path) -> None:
+    if protect is None:
+        return
+    if isinstance(protect, bool) or not isinstance(protect, int) or not 1 <= protect <= MAX_LOST:
+        raise InvalidArgumentError(f"protect={protect!r:.40} is not an integer from 1 to {MAX_LOST}")
+    if is_remote(target):
+        raise UnsupportedError("parity is written in the file system only", hint="Leave out protect.")
 
 
 def _keys_of(format: DCP) -> StateKeys:

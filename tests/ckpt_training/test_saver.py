@@ -23,6 +23,7 @@ from ckpt_formats.core.errors import CkptError, InvalidArgumentError, OutputErro
 from ckpt_formats.core.tensor import read
 from ckpt_training import Saver, SaverWarning, copies, load
 from ckpt_training.copies import HostCopies
+from protect_campaign import contents_of
 from saving_jobs import follow
 from saving_jobs.model import Model
 
@@ -316,6 +317,24 @@ def test_a_job_follows_each_save_and_its_failure_leaves_the_save_as_it_is(run: R
     assert int((target / "step-00000005.txt").read_text()) == len(names_in(target / "step-00000005"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["run.chain", "items"], indirect=True)
+def test_a_protected_save_appears_with_the_parity_that_protect_writes(run: Run, target: Path) -> None:
+    with run.saver(target, protect=1) as saver:
+        for _ in range(2):
+            run.step()
+            saver.save(run.count).wait(SECONDS)
+    folder = sorted(target.glob("step-*"))[-1]
+    parity = contents_of(folder / ".ckpt-parity")
+    ckpt.protect(folder, 1, overwrite=True)
+    assert contents_of(folder / ".ckpt-parity") == parity
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and ".ckpt-parity" not in path.parts):
+        path.unlink()
+        assert [one.path for one in ckpt.repair(folder).damaged] == [path]
+    run.check(opened(target, 2))
+    assert findings(target, 2) == []
+
+
 def test_bases_of_a_chain_come_as_its_policy_says(run: Run, tmp_path: Path) -> None:
     kinds = []
     with run.saver(tmp_path / "run.chain", policy=DeltaPolicy(base_every=2)) as saver:
@@ -332,6 +351,8 @@ def test_options_that_cannot_be_are_refused(run: Run, tmp_path: Path) -> None:
         ({"when_slow": "never"}, "when_slow='never'"),
         ({"memory": 1000}, "memory=1000"),
         ({"policy": DeltaPolicy()}, "`policy` is for chains"),
+        ({"protect": 0}, "protect=0"),
+        ({"protect": True}, "protect=True"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             run.saver(tmp_path / "saves", **options)

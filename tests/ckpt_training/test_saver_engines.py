@@ -1,6 +1,7 @@
 """Saves of live runs of real engines have what the engines' own checkpoints have, and runs go on from them."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,15 @@ def test_torch_loads_a_save_in_its_own_format_on_another_number_of_ranks(saved: 
             assert np.array_equal(tensors[f"model.{name}"].numpy(), read(parameter.states["master"]))
             moment = tensors[f"optim.state.{name}.exp_avg"].numpy()
             assert np.array_equal(moment, read(parameter.states["exp_avg"]))
+
+
+def test_parity_of_a_save_replaces_the_file_of_a_rank(saved: Path, tmp_path: Path) -> None:
+    save = shutil.copytree(saved / f"zero1-dcp/saves/step-{STEPS[1]:08d}", tmp_path / "save")
+    lost = sorted(save.glob("*.distcp"))[1]
+    whole = lost.read_bytes()
+    lost.unlink()
+    assert [one.path for one in ckpt.repair(save).damaged] == [lost]
+    assert lost.read_bytes() == whole
 
 
 def test_a_rank_that_fails_fails_the_save_of_all_ranks_and_the_next_one_is_whole(saved: Path) -> None:

@@ -41,6 +41,7 @@ from ckpt_formats.core.own_folder import make_own
 from ckpt_formats.core.publish import exchange, flush, flush_all, rename_new
 from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.parity.blocks import ProtectedFolder, ThreadReaders, encode_stripe, parity_file, places_of
+from ckpt_formats.parity.code import MAX_LOST
 from ckpt_formats.parity.manifest import (
     FOLDER,
     HASH_NBYTES,
@@ -53,7 +54,7 @@ from ckpt_formats.parity.manifest import (
 )
 from ckpt_formats.stores.location import is_url
 
-Parities = Annotated[int, Range(1, 32)]
+Parities = Annotated[int, Range(1, MAX_LOST)]
 """How many domains may be lost."""
 LOCK = ".ckpt-parity.lock"
 """In the folder, while a process writes or repairs."""

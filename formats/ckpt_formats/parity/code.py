@@ -16,6 +16,9 @@ from ckpt_codecs.native.parity import add_products
 MAX_BLOCKS = 255
 """Blocks of data and of parity that one code has, at most."""
 
+MAX_LOST = 32
+"""How many domains users may want to lose."""
+
 
 def parity_matrix(data: int, parities: int) -> Array:
     """Return the factors of each parity: (parities, data) uint8. Both numbers together are at most `MAX_BLOCKS`."""

@@ -32,6 +32,8 @@ class SaveSettings:
     """The keys of the state dicts of a DCP; None: saves are universal."""
     then: Sequence[Any] | None
     """The fields of the `ThenJob` after each published save; None: nothing follows."""
+    protect: int | None
+    """How many files of a save may be lost: rank 0 adds parity before it publishes. None: it adds none."""
     deltas: bool
     base_every: int | None
     """A base after so many members of a chain; None: only the first save is one."""

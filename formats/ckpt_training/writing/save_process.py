@@ -24,6 +24,7 @@ from ckpt.chains.change import change
 from ckpt.chains.write import member_of
 from ckpt.pipeline import Execution
 from ckpt.pipeline.scratch import scratch_folder
+from ckpt.protection.protect import plan_protect, run_protect
 from ckpt_codecs.delta import StepInfo
 from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, OutputError
 from ckpt_formats.core.format import Receipt
@@ -323,6 +324,9 @@ class SaveWriter(OrderWriter):
         assembled = stage.assemble(
             files, lambda folder: self._format.assemble(folder, receipts, all_notes, parent, elsewhere=elsewhere)
         )
+        if self._settings.protect is not None:
+            # When the save appears, it has its parity: no moment is left in which a loss is not replaced.
+            run_protect(plan_protect(stage.data, self._settings.protect), resources=_RESOURCES)
         manifest = assembled.manifest
         if self._settings.is_chain and manifest is not None:
             self._append(stage, manifest)

@@ -41,8 +41,8 @@ def save(kind: Kind, out: Path, where: str) -> None:
     run = start(kind)
     target = target_of(out, where)
     handles, parts = [], parts_of(run)
-    form = ckpt.DCP() if where.startswith("dcp") else None
-    with Saver(run.model, run.optimizer, target, format=form, memory=1 << 20, stall_seconds=60.0, **parts) as saver:
+    options = {"format": ckpt.DCP() if where.startswith("dcp") else None, "protect": 1 if where == "dcp" else None}
+    with Saver(run.model, run.optimizer, target, memory=1 << 20, stall_seconds=60.0, **options, **parts) as saver:
         for step in range(1, STEPS[-1] + 1):
             run.train(1)
             if step in STEPS:
