@@ -10,6 +10,7 @@ Each makes FOLDER/KIND with what Megatron's own code wrote:
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import re
 import sys
 import zlib
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -260,6 +262,7 @@ def iteration(run: Path) -> Path:
 def save_dist(
     models: list[Any], optimizer: Any, common: dict[str, Any], run: Path, encoding: str | None, wrapped: bool
 ) -> None:
+    fork_results_queue()
     state = sharded(models, optimizer, common, encoding, wrapped)
     if torch.distributed.get_rank() == 0:
         iteration(run).mkdir(parents=True)
@@ -267,6 +270,15 @@ def save_dist(
     torch.distributed.barrier()
     content_metadata = {key: value for key, value in metadata_of(encoding).items() if key != "dp_cp_group"}
     dist_checkpointing.save(state, str(iteration(run)), content_metadata=content_metadata)
+
+
+def fork_results_queue() -> None:
+    """Fork the process of the queue to which Megatron's writers report, which Megatron itself spawns in each rank.
+
+    A spawned process imports this script, torch and Megatron again, for seconds. The queue is of the same class.
+    """
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
 
 
 def metadata_of(encoding: str | None) -> dict[str, Any]:
