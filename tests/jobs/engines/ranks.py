@@ -7,6 +7,7 @@ to itself, so any number of runs, of any size, can follow each other. Safe only 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -55,7 +56,7 @@ def run(
 
     gc.freeze()  # engines collect garbage often; none of it is among what was imported
     log.mkdir(parents=True, exist_ok=True)
-    meeting = tempfile.mkdtemp(prefix="ranks-")
+    meeting = Path(tempfile.mkdtemp(prefix="ranks-"))
     children: dict[int, int] = {}
     sys.stdout.flush()
     sys.stderr.flush()
@@ -66,6 +67,7 @@ def run(
         children[pid] = rank
     try:
         _wait(dict(children), log, timeout)
+        _import_for_later_runs((meeting / _IMPORTED).read_text().split())
     finally:
         for pid in children:
             _end(pid)
@@ -79,11 +81,11 @@ def _be(
     world: int,
     work: Callable[[], None],
     log: Path,
-    meeting: str,
+    meeting: Path,
     join: Callable[[int, int, str], None],
 ) -> None:
     """The life of a child; never returns."""
-    code = 1
+    code, before = 1, set(sys.modules)
     os.setsid()  # what this rank starts, such as Megatron's writers, is ended with it
     try:
         out = os.open(log / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -97,6 +99,8 @@ def _be(
         join(rank, world, f"file://{meeting}/store")
         work()
         distributed.barrier()
+        if rank == 0:
+            (meeting / _IMPORTED).write_text("\n".join(name for name in sys.modules if name not in before))
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -105,6 +109,21 @@ def _be(
         sys.stderr.flush()
         # Nothing that the parent registered to happen at exit may happen here as well.
         os._exit(code)
+
+
+def _import_for_later_runs(modules: list[str]) -> None:
+    """Import what a run needed, of some packages that are imported already, so that ranks of later runs need not."""
+    packages = _LATE & sys.modules.keys()
+    for name in modules:
+        if name.partition(".")[0] in packages:
+            with suppress(ImportError):  # torch has modules that no file holds
+                importlib.import_module(name)
+
+
+_IMPORTED = "imported"
+"""The file in which rank 0 lists the modules that it imported itself."""
+_LATE = {"ckpt", "ckpt_cli", "ckpt_codecs", "ckpt_formats", "ckpt_recorder", "ckpt_training", "deepspeed", "torch"}
+"""Packages whose modules change nothing but themselves when they are imported."""
 
 
 def _wait(running: dict[int, int], log: Path, timeout: float) -> None:

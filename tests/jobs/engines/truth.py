@@ -7,6 +7,7 @@ that the place of a parameter is the distance between two pointers. This holds w
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,9 +48,8 @@ def gather(run: Run) -> dict[str, Any] | None:
     """
     base = _base(run)
     own = _own(run)
-    everyone: list[Any] = [None] * run.kind.world
-    distributed.all_gather_object(everyone, own)
-    if distributed.get_rank() != 0:
+    everyone = _gathered(own)
+    if not everyone:
         return None
     merged = _merge(run, everyone)
     groups = _union([rank["groups"] for rank in everyone])
@@ -61,6 +61,15 @@ def gather(run: Run) -> dict[str, Any] | None:
     merged["tied"] = own["tied"]
     _check(run, merged)
     return merged
+
+
+def _gathered(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """What all ranks have, on rank 0; nothing elsewhere. As one file each: torch pickles tensors one by one, slowly."""
+    file = io.BytesIO()
+    torch.save(own, file)
+    files: list[Any] | None = [None] * distributed.get_world_size() if distributed.get_rank() == 0 else None
+    distributed.gather_object(file.getvalue(), files)
+    return [torch.load(io.BytesIO(one), weights_only=False) for one in files or ()]
 
 
 def differences(truth: dict[str, Any], actual: dict[str, Any]) -> dict[str, str]:
