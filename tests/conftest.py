@@ -50,7 +50,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """`make quick` does not even import a file that has no quick tests."""
     if config.option.markexpr != durations.QUICK or not collection_path.is_relative_to(durations.ROOT):
         return None
-    return True if SLOW_TESTS.name_of(collection_path.relative_to(durations.ROOT).as_posix()) else None
+    slow = SLOW_TESTS.name_of(collection_path.relative_to(durations.ROOT).as_posix())
+    return True if slow or durations.is_marked_slow(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks

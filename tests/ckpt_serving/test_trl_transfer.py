@@ -14,8 +14,9 @@ from ckpt import Follower
 from ckpt_serving.trl_transfer import TrlTransfer
 from recording_server import recording_server
 
+pytestmark = pytest.mark.engines
 
-@pytest.mark.engines
+
 def test_each_synced_step_is_published_before_the_server_is_updated(tmp_path: Path) -> None:
     torch.manual_seed(1)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import durations
-from durations import LIMIT, SlowTests, Stopwatch, listed
+from durations import LIMIT, SlowTests, Stopwatch, is_marked_slow, listed
 
 LIST = SlowTests({"tests/a.py::test_x[one case]": 0.7, "tests/a.py::test_y": 2.0, "tests/b.py": 9.0, "tests/c": 1.0})
 
@@ -27,6 +27,23 @@ LIST = SlowTests({"tests/a.py::test_x[one case]": 0.7, "tests/a.py::test_y": 2.0
 )
 def test_a_name_covers_its_cases_its_tests_and_its_files(test: str, name: str | None) -> None:
     assert LIST.name_of(test) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "is_slow"),
+    [
+        ("pytestmark = pytest.mark.engines\n", True),
+        ("pytestmark = [pytest.mark.timeout(9), pytest.mark.slow]\n", True),
+        ("pytestmark = [\n    pytest.mark.timeout(9),\n    pytest.mark.engines,\n]\n", True),
+        ("pytestmark = pytest.mark.timeout(9)\n\n\n@pytest.mark.slow\ndef test_x() -> None: ...\n", False),
+        ("pytestmark = [\n    pytest.mark.timeout(9),\n]\n\n\n@pytest.mark.slow\ndef test_x() -> None: ...\n", False),
+        ("pytestmark = pytest.mark.slower\n", False),
+    ],
+)
+def test_a_file_whose_mark_makes_all_of_it_slow_is_known_by_its_text(tmp_path: Path, text: str, is_slow: bool) -> None:
+    (file := tmp_path / "test_x.py").write_text(text)
+    assert is_marked_slow(file) == is_slow
+    assert not is_marked_slow(tmp_path)
 
 
 def test_the_list_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ A test can also be marked `slow` by hand, where it is slow by its nature.
 """
 
 import argparse
+import re
 import sys
 import time
 import zlib
@@ -110,6 +111,16 @@ def processor_seconds() -> float:
 
 def is_slow(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(name) for name in ("engines", "slow"))
+
+
+def is_marked_slow(path: Path) -> bool:
+    """Does a file mark all of its tests? Its text says so, without an import of the engine."""
+    mark = _MARK_OF_ALL.search(path.read_text("utf-8")) if path.suffix == ".py" else None
+    return mark is not None and bool(_SLOW_MARK.search(mark[0]))
+
+
+_MARK_OF_ALL = re.compile(r"^pytestmark = (?:\[\n(?: .*\n)*|.*)", re.MULTILINE)
+_SLOW_MARK = re.compile(r"\bpytest\.mark\.(?:engines|slow)\b")
 
 
 class Stopwatch:
