@@ -287,6 +287,24 @@ class SystemFigures:
     )
     our_cores: Figure = Figure(16, "assumed: cores of a machine that replay while it would otherwise wait")
     our_flush: Figure = Figure(8, "docs/recording.md: flush = 8 steps by default")
+    peer_cpu: Figure = Figure(
+        0.5e-9,
+        "trial of transports: sockets take 0.15 CPU s a GB to send and 0.19 to receive; results/protect.md: 0.12 to "
+        "add a parity; assumed: 0.04 to hash",
+    )
+    peers_jump: Figure = Figure(8, "design of peers' memory: jump=8, more than the machines of a rack")
+    burst_share: Figure = Figure(
+        0.084,
+        "Llama 3 paper, table of interruptions as quoted at glennklockwood.com/garden/component-reliability: 8.4 % are "
+        "switches and cables; all of them count as bursts, which is too many",
+    )
+    burst_machines: Figure = Figure(4, "assumed: mean machines of a burst, as many as a rack of 8-GPU machines has")
+    burst_neighbours: Figure = Figure(
+        0.75, "assumed; Ford et al. (OSDI '10), summarised at out13.com: most large bursts are events of racks"
+    )
+    everything_share: Figure = Figure(
+        0.005, "assumed: failures that take the memory of all machines, such as power; nobody we read states it"
+    )
     shadow_bases: Figure = Figure(1000, "docs/shadows.md, the example: --base-every 1000")
 
 

@@ -12,10 +12,13 @@ import math
 from collections.abc import Callable
 
 from ckpt.planning.costs import DataRates, LogCosts, RunCosts
+from ckpt.planning.peers import GENERATIONS
 from ckpt.planning.schedule import plan_schedule
 from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.parity.scheme import PeerScheme
 
 from .failures import Course, Tier
+from .host_losses import loss_share
 from .settings import FIGURES, Setting
 
 MAX_INTERVAL = 200_000
@@ -194,6 +197,51 @@ def our_shadow(one: Setting, mtbf: float) -> Course:
     return Course(step, (tier,), stored=((every, one.state.value),), sent=((1, nbytes),), notes=notes)
 
 
+def our_copies(one: Setting, mtbf: float) -> Course:
+    """Each state in the memory of two hosts, as often as network and cores allow; storage is written behind."""
+    return _peers(one, mtbf, "copies:2")
+
+
+def our_parity(one: Setting, mtbf: float) -> Course:
+    """The same with two parities of eight hosts' states, or of as many as there are: a quarter of the memory more."""
+    machines = int(one.machines.value)
+    return _peers(one, mtbf, f"parity:{min(8, machines - 2)}+2" if machines >= 4 else "copies:2")
+
+
+def _peers(one: Setting, mtbf: float, wish: str) -> Course:
+    """States in the hosts' own memory and in that of peers.
+
+    A copy is as in `_at_once`. A failure that takes no machine restores from the host's own memory; one that takes a
+    machine, from peers, who send K pieces to each new host; what they cannot replace comes from storage. With one
+    machine there are no peers.
+    """
+    step, machines, stall = one.step.value, int(one.machines.value), snapshot_stall(one)
+    scheme, part = PeerScheme.parse(wish), one.state.value / machines
+    has_peers = scheme.hosts <= machines
+    cores = FIGURES.our_cores.value / FIGURES.peer_cpu.value
+    rate = min(one.network_rate.value * FIGURES.gemini_network.value, cores)
+    sending = max(one.copy, scheme.sent * part / rate if has_peers else 0.0)
+    load = one.restart.value + one.copy
+    run = RunCosts(step, mtbf, stall, min(load, 0.99 * mtbf), sending)
+    every = min(plan_schedule(run).bases.base_steps, MAX_INTERVAL)
+    fetching = scheme.data * part / min(one.network_rate.value, cores)
+    behind = every * max(1, math.ceil(one.write / (step * every)))
+    storage = Tier("storage", behind, load + one.write, delay=sending + one.write)
+    own = Tier("own memory", every, load, delay=sending, survives=1 - one.machine_share.value)
+    stored, stalls = ((behind, one.state.value),), ((every, stall),)
+    if not has_peers:
+        return Course(step, (own, storage), stalls, stored, notes=("one machine: no peers",))
+    window = load + fetching + every * step + sending
+    lost = loss_share(one, scheme, mtbf, window)
+    peers = Tier("peers", every, load + fetching, delay=sending, survives=1 - lost)
+    notes = (
+        f"{scheme}: {GENERATIONS * scheme.memory * part / 1e9:.3g} GB of a machine's memory",
+        f"{lost:.2%} of failures are more than it replaces",
+    )
+    sent = ((every, scheme.sent * one.state.value),)
+    return Course(step, (own, peers, storage), stalls, stored, sent, notes)
+
+
 SYSTEMS: dict[str, tuple[str, Callable[[Setting, float], Course]]] = {
     "torch.save": ("torch.save", torch_save),
     "checkfreq": ("CheckFreq-like", checkfreq),
@@ -205,6 +253,8 @@ SYSTEMS: dict[str, tuple[str, Callable[[Setting, float], Course]]] = {
     "bases": ("ours: bases at once, log", our_bases),
     "topk": ("ours: the same, top-k", our_topk),
     "shadow": ("ours: shadow", our_shadow),
+    "copies": ("ours: peers, copies", our_copies),
+    "parity": ("ours: peers, parity", our_parity),
 }
 """By name: title, and the course of a setting at a mean time between failures."""
 

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 from ckpt.planning.costs import LogCosts, RunCosts
+from ckpt.planning.peers import largest_jump, uncovered_share
 from ckpt.planning.schedule import plan_schedule
 from ckpt.planning.simulate import exponential
 from ckpt.planning.simulate import simulate as simulate_one
+from ckpt.planning.waste import expected_seconds
+from ckpt_formats.parity.scheme import PeerScheme
 from pages import Page
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -35,6 +38,7 @@ loaded("simulation", BENCHMARKS / "simulation" / "__init__.py", BENCHMARKS / "si
 training = loaded("simulate_training", BENCHMARKS / "simulate_training.py")
 
 from simulation.failures import Course, Outcome, Tier, drawn, simulate  # noqa: E402
+from simulation.host_losses import burst_loss, burst_sizes, loss_share, second_loss  # noqa: E402
 from simulation.page import page_of  # noqa: E402
 from simulation.settings import FIGURES, SETTINGS, Figure  # noqa: E402
 from simulation.systems import SYSTEMS  # noqa: E402
@@ -139,6 +143,69 @@ def test_the_standard_error_is_the_spread_of_repetitions() -> None:
         results.append(simulate(course, 1.0, gaps * 500, chances))
     spread = np.std([one.effective for one in results], ddof=1)
     assert np.mean([one.error for one in results]) == pytest.approx(spread, rel=0.3)
+
+
+@pytest.mark.parametrize(("text", "hosts"), [("copies:2", 12), ("copies:3", 11), ("parity:4+2", 12), ("parity:3+1", 9)])
+def test_losses_at_random_are_counted_exactly(text: str, hosts: int) -> None:
+    scheme = PeerScheme.parse(text)
+    own = scheme.groups(hosts)
+    for lost in range(1, 6):
+        sets = [set(one) for one in itertools.combinations(range(hosts), lost)]
+        over = sum(any(len(one & set(group)) > scheme.spares for group in own) for one in sets)
+        assert uncovered_share(scheme, hosts, lost) == pytest.approx(over / len(sets), abs=1e-12)
+
+
+def test_failures_that_peers_do_not_replace_are_those_of_drawn_bursts() -> None:
+    """A drawn burst of a mean of 4 machines of 280, three in four of them neighbours; seed 4, 30,000 bursts."""
+    random, hosts, count = np.random.default_rng(4), 280, 30_000
+    sizes = burst_sizes(hosts)
+    assert sum(size * chance for size, chance in sizes.items()) == pytest.approx(FIGURES.burst_machines.value, rel=1e-3)
+    for text in ("copies:2", "parity:8+2"):
+        scheme = PeerScheme.parse(text)
+        group_of = np.empty(hosts, np.int64)
+        for number, group in enumerate(scheme.groups(hosts, largest_jump(scheme, hosts, 8))):
+            group_of[list(group)] = number
+        drawn_sizes = random.choice(list(sizes), count, p=list(sizes.values()))
+        near = random.random(count) < FIGURES.burst_neighbours.value
+        jump = largest_jump(scheme, hosts, 8)
+        over = -(-drawn_sizes // jump) > scheme.spares
+        for i in np.flatnonzero(~near):
+            lost = random.choice(hosts, drawn_sizes[i], replace=False)
+            over[i] = np.bincount(group_of[lost]).max() > scheme.spares
+        error = np.sqrt(over.mean() * (1 - over.mean()) / count)
+        assert burst_loss(scheme, hosts) == pytest.approx(over.mean(), abs=4 * error + 1e-4)
+
+
+def test_a_second_failure_before_memory_is_filled_again_counts() -> None:
+    pair, parity = PeerScheme.parse("copies:2"), PeerScheme.parse("parity:8+2")
+    assert second_loss(pair, 2, 0.1) == pytest.approx(0.1)
+    assert second_loss(pair, 280, 0.1) == pytest.approx(0.1 / 279)
+    assert second_loss(parity, 280, 0.1) == pytest.approx(0.1**2 * 9 / 279 * 8 / 278)
+    large = SETTINGS["mt-nlg-530b"]
+    shares = [loss_share(large, pair, large.mtbf.value, window) for window in (0.0, 3600.0, 1e9)]
+    assert FIGURES.everything_share.value < shares[0] < shares[1] < shares[2] < 1
+
+
+def test_peers_memory_wastes_what_the_closed_form_says() -> None:
+    """530B at 20 Gbit/s: Daly's formula for what memory replaces, and the way back to storage for the rest."""
+    large = SETTINGS["mt-nlg-530b"]
+    mtbf, step = large.mtbf.value, large.step.value
+    gaps, chances, phases = drawn(40, 1000, 6)
+    effective = {}
+    for name in ("copies", "parity"):
+        course = SYSTEMS[name][1](large, mtbf)
+        own, peers, storage = course.tiers
+        lost = 1 - peers.survives
+        load = own.survives * own.load + (peers.survives - own.survives) * peers.load + lost * storage.load
+        back = storage.every * step / 2 + storage.delay - (peers.every * step / 2 + peers.delay)
+        seconds = expected_seconds(RunCosts(step, mtbf, 0.0, load, peers.delay), peers.every)
+        waste = 1 - peers.every * step / seconds + lost * back / mtbf
+        begin = (phases * course.period).astype(np.int64)
+        result = simulate(course, step, gaps * mtbf, chances, begin)
+        assert 1 - result.effective == pytest.approx(waste, rel=0.02)
+        effective[name] = result.effective
+    assert min(effective.values()) > 0.993
+    assert effective["parity"] > effective["copies"]
 
 
 def test_every_number_has_a_source() -> None:

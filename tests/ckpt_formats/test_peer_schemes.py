@@ -43,7 +43,20 @@ def test_a_scheme_is_refused_with_what_it_may_be(text: str) -> None:
         PeerScheme.parse(text)
 
 
-def test_neighbours_of_one_rack_are_in_different_groups_if_jump_is_as_large() -> None:
-    scheme = PeerScheme.parse("parity:8+2")
-    assert [scheme.lost_together(8, jump) for jump in (1, 4, 8, 16)] == [8, 2, 1, 1]
-    assert scheme.lost_together(100, 1) == 10
+@pytest.mark.parametrize("text", ["copies:2", "copies:3", "parity:8+2"])
+@pytest.mark.parametrize(("hosts", "jump"), [(280, 1), (280, 7), (283, 8), (30, 3), (31, 3)])
+def test_each_host_is_in_one_group_and_no_neighbours_are_lost_together(text: str, hosts: int, jump: int) -> None:
+    scheme = PeerScheme.parse(text)
+    groups = scheme.groups(hosts, jump)
+    assert sorted(host for group in groups for host in group) == list(range(hosts))
+    assert min(map(len, groups)) >= scheme.hosts
+    for size in (1, jump, jump + 1, 2 * jump + 1):
+        windows = [range(first, first + size) for first in range(hosts - size)]
+        worst = max(len(set(window) & set(group)) for window in windows for group in groups)
+        assert worst <= scheme.lost_together(size, jump)
+        assert size > jump or worst == 1
+
+
+def test_groups_need_as_many_hosts_as_scheme_and_jump_say() -> None:
+    with pytest.raises(InvalidArgumentError, match="needs 80 hosts, and there are 79"):
+        PeerScheme.parse("parity:8+2").groups(79, 8)

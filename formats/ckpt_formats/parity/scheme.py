@@ -65,6 +65,26 @@ class PeerScheme:
         """What a host sends of each state, in multiples of its own piece: every piece goes to each of its spares."""
         return self.spares
 
+    def groups(self, hosts: int, jump: int = 1) -> tuple[range, ...]:
+        """The hosts of each group, by their places in the list of hosts. Each host is in one group.
+
+        Hosts of a group are at least `jump` apart, so that neighbours that fail together are in different groups.
+        If the groups do not come out even, some have more hosts. Raises `InvalidArgumentError` for too few hosts.
+        """
+        runs = hosts // (jump * self.hosts)
+        if not runs:
+            raise InvalidArgumentError(
+                f"{self} with jump={jump} needs {jump * self.hosts} hosts, and there are {hosts}",
+                where="scheme",
+                hint="Give a smaller jump, or a scheme of fewer hosts.",
+            )
+        result: list[range] = []
+        for run in range(runs):
+            low, high = run * hosts // runs, (run + 1) * hosts // runs
+            count = (high - low) // self.hosts
+            result += [range(low + group, high, count) for group in range(count)]
+        return tuple(result)
+
     def lost_together(self, neighbours: int, jump: int) -> int:
-        """How many hosts of one group are among so many neighbours, at most; hosts of a group are `jump` apart."""
-        return min(self.hosts, -(-neighbours // jump))
+        """How many hosts of one group are among so many neighbours, at most, in `groups` with this jump."""
+        return -(-neighbours // jump)
