@@ -8,7 +8,8 @@ from typing import Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import take_options, with_options
-from ckpt_cli.options.types import CountType, DurationType, RateType, ShareType, SizeType
+from ckpt_cli.options.types import CountType, DurationType, RateType, ShareType, SizeType, numbers
+from ckpt_formats.core.arguments import Ranks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,6 +39,12 @@ class PlanOptions:
     simulate: int | None
     weibull: float | None
     seed: int
+    hosts: int | None
+    scheme: tuple[str, ...]
+    lose: int | None
+    rack: int | None
+    network: float | None
+    host_memory: int | None
     html: str | None
 
 
@@ -49,8 +56,25 @@ def plan_options(command: F) -> F:
         return command(*args, options=take_options(PlanOptions, arguments), **arguments)
 
     time, rate, count, size = DurationType(), RateType(), CountType(), SizeType()
-    failures = with_options(
+    peers = with_options(
         wrapper,
+        click.option("--hosts", type=numbers(Ranks), help="Hosts that lend each other memory for states."),
+        click.option(
+            "--scheme",
+            multiple=True,
+            metavar="SCHEME",
+            help="copies:N or parity:K+M. May be repeated.  [default: eight usual ones]",
+        ),
+        click.option("--lose", type=numbers(Ranks), metavar="M", help="Any M hosts may be lost at once.  [default: 1]"),
+        click.option(
+            "--rack", type=numbers(Ranks), metavar="N", help="N neighbours fail together, as in a rack.  [default: 1]"
+        ),
+        click.option("--network", type=rate, help="Rate of a host beside training, such as 10GiB/s."),
+        click.option("--host-memory", type=size, help="Memory that a host has for states, such as 200GiB."),
+        group="Memory of peers",
+    )
+    failures = with_options(
+        peers,
         click.option(
             "--trace",
             type=click.Path(dir_okay=False, readable=False),

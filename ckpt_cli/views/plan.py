@@ -1,7 +1,7 @@
 """The plan of a run: figures of the user and of a chain, one plan, and its text or JSON."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from ckpt_formats.core.text import format_nbytes, format_share
 
 if TYPE_CHECKING:
     from ckpt.chains.recorded_costs import RecordedCosts
+    from ckpt.planning.peers import PeerHosts, PeerPlan
     from ckpt.planning.simulate import Simulation
 
 _MEASURED_SECONDS = 2.0
@@ -38,6 +39,16 @@ class PlanReport:
     """By name of the schedule: `bases`, `logged`."""
     failures: dict[str, Any]
     """Where the simulated failures come from."""
+    peers: "PeersReport | None" = None
+
+
+@dataclass(frozen=True)
+class PeersReport:
+    """What states in the memory of peers cost."""
+
+    hosts: "PeerHosts"
+    plans: "tuple[PeerPlan, ...]"
+    recommended: "PeerPlan | None"
 
 
 def show_plan(chain: str | None, options: PlanOptions, as_json: bool) -> None:
@@ -93,7 +104,7 @@ def _report(chain: str | None, options: PlanOptions) -> PlanReport:
     if recorded is not None and "approximate" in recorded.exactness:
         notes.note("replayed steps of this run are approximate (`ckpt log`)", weight=Weight.UNSURE)
     simulations, failures = _simulated(plan, options, gaps)
-    return PlanReport(plan, recorded, simulations, failures)
+    return PlanReport(plan, recorded, simulations, failures, _peers(plan, options))
 
 
 def _gaps(options: PlanOptions) -> list[float] | None:
@@ -171,6 +182,34 @@ def _log_costs(chain: str | None, options: PlanOptions, rates: DataRates) -> Log
     return LogCosts(replay, options.slowdown, options.flush_stall)
 
 
+def _peers(plan: FailurePlan, options: PlanOptions) -> PeersReport | None:
+    if options.hosts is None:
+        stated = (options.scheme, options.lose, options.rack, options.network, options.host_memory)
+        if any(one is not None and one != () for one in stated):
+            raise click.UsageError("--hosts is missing: how many hosts lend each other memory.")
+        return None
+    if plan.rates.base_nbytes is None:
+        raise click.UsageError("--state is missing: how large the state is that hosts keep in memory.")
+    from ckpt.planning.peers import SCHEMES, PeerHosts, plan_peers, recommended
+
+    hosts = PeerHosts(options.hosts, plan.rates.base_nbytes, options.network, options.host_memory, options.rack or 1)
+    stall = options.stall
+    if stall is None:
+        stall = 0.0 if hosts.network_rate is None else hosts.piece_nbytes / hosts.network_rate
+        text = f"--stall is not stated: for a state in peers' memory, training stops for {format_seconds(stall)}"
+        notes.note(text, weight=Weight.UNSURE)
+    if hosts.network_rate is None:
+        notes.note("--network is not stated: states reach peers at once", weight=Weight.UNSURE)
+    run = replace(plan.run, base_stall=stall, base_delay=0.0)
+    plans = plan_peers(hosts, run, options.scheme or SCHEMES, options.lose or 1)
+    best = recommended(plans)
+    if best is None:
+        few = not any(one.covers for one in plans)
+        advice = "smaller --rack or --lose, or more hosts" if few else "more --host-memory, or a scheme with less"
+        notes.note(f"no scheme of these covers what fails together within the memory of a host: {advice}")
+    return PeersReport(hosts, plans, best)
+
+
 def _simulated(
     plan: FailurePlan, options: PlanOptions, gaps: list[float] | None
 ) -> "tuple[dict[str, Simulation], dict[str, Any]]":
@@ -218,6 +257,18 @@ def to_json(report: PlanReport) -> dict[str, Any]:
         "recorded": None if report.recorded is None else asdict(report.recorded),
         "simulated": {name: asdict(one) for name, one in report.simulations.items()},
         "failures": report.failures,
+        "peers": None if report.peers is None else _peers_json(plan, report.peers),
+    }
+
+
+def _peers_json(plan: FailurePlan, peers: PeersReport) -> dict[str, Any]:
+    return {
+        "hosts": asdict(peers.hosts),
+        "schemes": [
+            {**asdict(one), "schedule": None if one.schedule is None else _schedule_json(plan, one.schedule)}
+            for one in peers.plans
+        ],
+        "recommended": None if peers.recommended is None else peers.recommended.scheme,
     }
 
 
@@ -263,6 +314,46 @@ def lines(report: PlanReport) -> Iterator[str]:
             f"            a failure repeats {format_seconds(simulation.redone)} of work, and "
             f"{format_seconds(simulation.recovery)} pass until the next new step"
         )
+    if report.peers is not None:
+        yield from _peers_lines(plan, report.peers)
+
+
+def _peers_lines(plan: FailurePlan, peers: PeersReport) -> Iterator[str]:
+    from ckpt.planning.peers import RANDOM_HOSTS
+    from ckpt_cli.views.columns import table
+
+    hosts = peers.hosts
+    yield (
+        f"peers       {hosts.hosts:,} hosts, each with {format_nbytes(hosts.piece_nbytes)} of the state; "
+        "memory has two states"
+    )
+    at_random = RANDOM_HOSTS.index(4)
+    head = ("scheme", "memory a host", "sent a save", "takes", "may lose", "neighbours", "4 at random", "waste", "")
+    rows = [
+        (
+            one.scheme,
+            format_nbytes(one.memory_nbytes),
+            format_nbytes(one.sent_nbytes),
+            "-" if one.send_seconds is None else format_seconds(one.send_seconds),
+            f"any {one.losses}",
+            f"{one.neighbours}",
+            f"lost {format_share(one.uncovered[at_random], 1)}",
+            "-" if one.schedule is None else format_share(one.schedule.waste, 1),
+            _why_not(one),
+        )
+        for one in peers.plans
+    ]
+    yield table(head, rows, right=range(1, 8), indent=12)
+    if peers.recommended is not None:
+        one = peers.recommended
+        shown = "" if one.schedule is None else f": {_shown(plan, replace(one.schedule, day_nbytes=None))}"
+        yield f"recommended {one.scheme}, jump={one.jump}{shown.replace('a base', 'a state')}"
+
+
+def _why_not(one: "PeerPlan") -> str:
+    if not one.covers:
+        return "loses too few hosts"
+    return "" if one.fits else "too much memory"
 
 
 def _limits(plan: FailurePlan) -> Iterator[str]:

@@ -77,6 +77,7 @@ RUNS: dict[str, list[list[Any]]] = {
     "log": [["run.chain"], ["recorded.chain"], ["published.chain"], ["models.chain"]],
     "plan": [["--step", "0.8s", "--mtbf", "3h", "--stall", "20s", "--replay", "40ms"],
              ["--step", "0.8s", "--mtbf", "3h", "--state", "84GB", "--write", "2GB/s"],
+             ["--step", "0.8s", "--mtbf", "3h", "--state", "84GB", "--stall", "1s", "--hosts", "16"],
              ["recorded.chain", "--step", "0.8s", "--mtbf", "3h", "--stall", "20s", "--replay-rate", "250M"]],
     "average": [["a.safetensors", "b.safetensors", "m.pt"], ["a.safetensors", "b.safetensors", "x", "--dry-run"]],
     "merge": [["a.safetensors", "b.safetensors", "s.pt", "--method", "slerp", "--t", "0.5"],

@@ -253,3 +253,60 @@ def test_a_page_replaces_only_pages_of_plan(tmp_path: Path) -> None:
     assert done.code == OUTPUT
     assert "not a page of `ckpt plan`" in done.err
     assert ckpt("plan", *RUN, "--html", tmp_path / "none" / "plan.html").code == OUTPUT
+
+
+PEERS = (*RUN, "--state", "280GiB", "--hosts", "280", "--network", "1GiB/s")
+
+
+def test_plan_of_peers_states_memory_bytes_and_losses_of_each_scheme() -> None:
+    fields = planned(*PEERS, "--rack", "8")["peers"]
+    schemes = {one["scheme"]: one for one in fields["schemes"]}
+    pair, parity = schemes["copies:2"], schemes["parity:8+2"]
+    # A host's own piece has 1 GiB; there are two generations.
+    assert (pair["memory_nbytes"], pair["sent_nbytes"], pair["send_seconds"]) == (4 * GIB, GIB, 1)
+    assert (parity["memory_nbytes"], parity["sent_nbytes"], parity["send_seconds"]) == (2.5 * GIB, 2 * GIB, 2)
+    assert (pair["losses"], pair["jump"], pair["neighbours"]) == (1, 8, 8)
+    assert (parity["losses"], parity["jump"], parity["neighbours"]) == (2, 8, 16)
+    assert pair["uncovered"][0] == pytest.approx(
+        1 / 257, rel=0.01
+    )  # 280 is no multiple of 16: 8 groups have three hosts
+    assert parity["uncovered"][0] == 0
+    run = RunCosts(0.8, 10_800, 20, 120, 2)
+    assert parity["schedule"]["waste"] == plan_schedule(run).bases.waste
+
+
+def test_plan_of_peers_recommends_what_covers_losses_with_the_least_memory() -> None:
+    assert planned(*PEERS)["peers"]["recommended"] == "parity:8+1"
+    assert planned(*PEERS, "--lose", "2")["peers"]["recommended"] == "parity:16+2"
+    few = planned(*PEERS[:-4], "--hosts", "12", "--rack", "3", "--scheme", "parity:8+2", "--scheme", "copies:2")[
+        "peers"
+    ]
+    # Two groups of parity would need 20 hosts, so neighbours are in one group; six pairs are far enough apart.
+    assert [one["covers"] for one in few["schemes"]] == [False, True]
+    assert few["recommended"] == "copies:2"
+    small = planned(*PEERS, "--host-memory", "2GiB")
+    assert small["peers"]["recommended"] is None
+    assert "within the memory of a host: more --host-memory" in texts(small)
+
+
+def test_text_of_a_plan_of_peers_is_what_json_says() -> None:
+    fields, done = planned(*PEERS, "--lose", "2")["peers"], ckpt("plan", *PEERS, "--lose", "2")
+    assert "280 hosts, each with 1.0 GiB of the state" in done.out
+    best = next(one for one in fields["schemes"] if one["scheme"] == fields["recommended"])
+    assert f"recommended {best['scheme']}, jump=1: a state every {best['schedule']['base_steps']:,} steps" in done.out
+    assert done.out.count("loses too few hosts") == sum(not one["covers"] for one in fields["schemes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--rack", "8"), USAGE, "--hosts is missing"),
+        (("--hosts", "8"), USAGE, "--state is missing"),
+        (("--hosts", "8", "--state", "1GiB", "--scheme", "parity:8"), USAGE, "`parity:8` is not copies:N"),
+        (("--hosts", "1", "--state", "1GiB"), UNSUPPORTED, "copies:2 needs 2 hosts, but the run has 1"),
+    ],
+)
+def test_plan_of_peers_says_what_is_missing(arguments: tuple[str, ...], code: int, message: str) -> None:
+    done = ckpt("plan", *RUN, *arguments)
+    assert done.code == code, done.err
+    assert message in done.err

@@ -184,6 +184,6 @@ def test_the_page_of_planning_shows_what_plans_print():
     blocks = re.findall(
         r"<!-- runs -->\n```console\n\$ ckpt ([^\n]*)\n(.*?)```", (DOCS / "planning.md").read_text(), re.DOTALL
     )
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for command, printed in blocks:
         assert ckpt(*shlex.split(command)).out == printed

@@ -1,7 +1,7 @@
 // Simulated trainings: curves of lost time for one setting at a time, a table, what papers claim, and all sources.
 
 const LEFT = 58, RIGHT = 14, TOP = 12, BOTTOM = 44, LEAST = 1e-4;
-const OURS = ["log", "bases", "topk", "shadow"], systems = Object.keys(facts.systems);
+const OURS = ["log", "bases", "topk", "shadow", "copies", "parity"], systems = Object.keys(facts.systems);
 const look = (system) => `s${systems.indexOf(system)}${OURS.includes(system) ? " own" : ""}`;
 const hundredths = (share) => `${(100 * share).toFixed(2)} %`;
 const rowsOf = (name) => facts.rows.filter((row) => row.setting === name);

@@ -44,6 +44,11 @@ class PeerHosts(Checked):
     together: Ranks = 1
     """Neighbours that fail together, such as the hosts of a rack."""
 
+    @property
+    def piece_nbytes(self) -> float:
+        """The part of a state that is a host's own."""
+        return self.state_nbytes / self.hosts
+
 
 @dataclass(frozen=True)
 class PeerPlan(Checked):
@@ -109,7 +114,7 @@ def largest_jump(scheme: PeerScheme, hosts: int, together: int) -> int:
 
 
 def _plan(scheme: PeerScheme, hosts: PeerHosts, run: RunCosts | None, lose: int) -> PeerPlan:
-    own = hosts.state_nbytes / hosts.hosts
+    own = hosts.piece_nbytes
     jump = largest_jump(scheme, hosts.hosts, hosts.together)
     memory, sent = round(GENERATIONS * scheme.memory * own), round(scheme.sent * own)
     seconds = None if hosts.network_rate is None else sent / hosts.network_rate
@@ -139,15 +144,15 @@ def _schedule(run: RunCosts, seconds: float) -> Schedule | None:
 
 
 @cache
-def uncovered_share(scheme: PeerScheme, hosts: int, lost: int, jump: int = 1) -> float:
-    """The probability that some group has more lost hosts than spares, if `lost` of all hosts are lost at random.
+def uncovered_share(scheme: PeerScheme, hosts: int, losses: int, jump: int = 1) -> float:
+    """The probability that some group has more lost hosts than spares, if `losses` of all hosts are lost at random.
 
     Exact: the sets of hosts that may be lost are counted, by the coefficients of a product over all groups.
     """
     ways = [1]
     for size, count in Counter(map(len, scheme.groups(hosts, jump))).items():
-        ways = _product(ways, _power(_choices(size, scheme.spares), count, lost), lost)
-    return 1 - (ways[lost] if lost < len(ways) else 0) / comb(hosts, lost)
+        ways = _product(ways, _power(_choices(size, scheme.spares), count, losses), losses)
+    return 1 - (ways[losses] if losses < len(ways) else 0) / comb(hosts, losses)
 
 
 def _choices(hosts: int, most: int) -> list[int]:
