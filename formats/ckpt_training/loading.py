@@ -198,7 +198,7 @@ def _give_memory(model: Any, source: Checkpoint, device: torch.device | str | No
         stored = source.parameters.get(source.aliases.get(full, full))
         if nn.parameter.is_lazy(tensor) and stored is not None:
             for problem in stored.weight.problems():  # before a file decides how much memory is allocated
-                raise IncompleteError(problem, where=full)
+                raise IncompleteError(str(problem), where=full)
             tensor.materialize(stored.shape)
     if not on_meta(model):
         return

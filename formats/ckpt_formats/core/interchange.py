@@ -168,7 +168,7 @@ class MappedFiles:
 def _packed_blob(tensor: Tensor) -> FileBlob | None:
     """The one aligned piece of a local file that has all values of a tensor; None if there is no such piece."""
     for problem in tensor.problems():
-        raise IncompleteError(problem)
+        raise IncompleteError(str(problem))
     if tensor.replicas or not tensor.size or len(tensor.fragments) != 1:
         return None
     blob = tensor.fragments[0].blob

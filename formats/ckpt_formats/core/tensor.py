@@ -73,22 +73,21 @@ class Blob(ABC):
         for part in self.parts():
             yield from part.sources()
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> "Iterator[str | FileProblem]":
         """What is wrong with how the values are put together, in words. No data is read."""
         for part in self.parts():
             yield from part.problems()
 
 
-class FileProblem(str):
-    """What is wrong with a whole file: the same words for each tensor that has values in it."""
+@dataclass(frozen=True, slots=True)
+class FileProblem:
+    """What is wrong with a whole file: the same for each tensor that has values in it."""
 
-    __slots__ = ("path",)
+    text: str
     path: Path
 
-    def __new__(cls, text: str, path: Path) -> "FileProblem":
-        problem = super().__new__(cls, text)
-        problem.path = path
-        return problem
+    def __str__(self) -> str:
+        return self.text
 
 
 def cut_short(path: Path, nbytes: int, expected: int) -> FileProblem:
@@ -604,7 +603,7 @@ class Tensor(Blob):
     def parts(self) -> tuple[Blob, ...]:
         return (*(fragment.blob for fragment in self.fragments), *self.replicas)
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str | FileProblem]:
         """What is wrong with the fragments, in words. No data is read."""
         if not isinstance(self.fragments, ComputedFragments) or not self.fragments.fill(self.shape, self.dtype):
             yield from self._problems_of_fragments()
@@ -613,7 +612,7 @@ class Tensor(Blob):
                 yield f"a replica has shape {list(replica.shape)} and type {replica.dtype.name}"
             yield from replica.problems()
 
-    def _problems_of_fragments(self) -> Iterator[str]:
+    def _problems_of_fragments(self) -> Iterator[str | FileProblem]:
         whole, outside = Box.whole(self.shape), False
         if len(self.fragments) == 1:
             box, blob = self.fragments[0].box, self.fragments[0].blob
@@ -698,7 +697,7 @@ def checked_read(tensor: Tensor, identities: Identities | None = None) -> Array:
     from ckpt_formats.core.value_changes import check_allowed, totals  # an index is made without values
 
     for problem in tensor.problems():
-        raise IncompleteError(problem)
+        raise IncompleteError(str(problem))
     with Reader(check=False, identities=identities) as reader:
         values = read(tensor, reader)
         check_allowed(totals(reader.changes.seen()))

@@ -232,7 +232,7 @@ class ItemBlob(Blob):
             return
         yield from blob.sources()
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str | FileProblem]:
         """The error, if the item cannot be opened."""
         try:
             self.items.blob(self)
