@@ -21,6 +21,7 @@ class ProtectOptions:
     lose: int
     by: str
     domains: Path | None
+    jump: int
     into: tuple[Path, ...]
     overwrite: bool
 
@@ -53,6 +54,13 @@ _DOMAINS = click.option(
     type=click.Path(dir_okay=False, readable=False, path_type=Path),
     metavar="FILE",
     help="Table of what is lost together: lines DOMAIN PATTERN, of which the first that matches a file counts.",
+)
+_JUMP = click.option(
+    "--jump",
+    type=click.IntRange(1),
+    default=1,
+    metavar="N",
+    help="Divide into N groups that may lose M each; neighbouring ranks, which share a host, are in different ones.",
 )
 _INTO = click.option(
     "--into",
@@ -89,7 +97,7 @@ def protect_options(command: F) -> F:
             raise click.UsageError("--domains is a table of what is lost together: leave --by out.")
         return command(*args, options=options, **arguments)
 
-    return cast(F, with_options(wrapper, _LOSE, _BY, _DOMAINS, _INTO, _OVERWRITE))
+    return cast(F, with_options(wrapper, _LOSE, _BY, _DOMAINS, _JUMP, _INTO, _OVERWRITE))
 
 
 def repair_options(command: F) -> F:

@@ -138,38 +138,44 @@ def damaged_json(one: DamagedFile) -> dict[str, Any]:
     }
 
 
-def verify_parity(path: Path, resources: Resources, ok: bool, verified: Mapping[str, Any] | None) -> bool:
-    """Compare all files of a folder with its parity, and show what is damaged, and whether it can be repaired.
+def verify_parity(folders: Sequence[Path], resources: Resources, ok: bool, verified: Mapping[str, Any] | None) -> bool:
+    """Compare all files of folders with their parity, and show what is damaged, and whether it can be repaired.
 
     `ok`: whether the checkpoint itself is. `verified`: what `verify` prints of it with `--json`. Returns whether
     nothing is wrong.
     """
-    try:
-        with progress_bar("comparing with parity") as progress:
-            done = repair_files(path, dry_run=True, resources=resources, progress=progress)
-    except CkptError as error:
-        if verified is None:
-            error_lines(error)
-        else:
-            data({**verified, "ok": False, "parity": {"ok": False, "nbytes": 0, "damaged": []}})
-        return False
-    is_whole = not done.damaged
+    is_whole, nbytes, damaged = True, 0, list[DamagedFile]()
+    for folder in folders:
+        try:
+            with progress_bar("comparing with parity") as progress:
+                done = repair_files(folder, dry_run=True, resources=resources, progress=progress)
+        except CkptError as error:
+            is_whole = False
+            if verified is None:
+                error_lines(error)
+            continue
+        is_whole, nbytes = is_whole and not done.damaged, nbytes + done.nbytes
+        damaged += done.damaged
+        if done.damaged and verified is None:
+            _show_differences(done)
     if verified is not None:
-        fields = {"ok": is_whole, "nbytes": done.nbytes, "damaged": list(map(damaged_json, done.damaged))}
+        fields = {"ok": is_whole, "nbytes": nbytes, "damaged": list(map(damaged_json, damaged))}
         data({**verified, "ok": ok and is_whole, "parity": fields})
     elif is_whole:
-        conclude(f"parity: {format_nbytes(done.nbytes)} of data and parity fit their hashes")
-    else:
-        _show_rows(done)
-        text = f"DAMAGED: {file_count(len(done.damaged))} of {printable(str(path))}"
-        fate = (
-            f"{file_count(len(done.unrepairable))} of them cannot be repaired"
-            if done.unrepairable
-            else "all can be repaired"
-        )
-        verb = "differs" if len(done.damaged) == 1 else "differ"
-        conclude(f"{text} {verb} from parity; {fate}: ckpt repair {printable(str(path))}")
+        conclude(f"parity: {format_nbytes(nbytes)} of data and parity fit their hashes")
     return ok and is_whole
+
+
+def _show_differences(done: Repair) -> None:
+    _show_rows(done)
+    place, count = printable(str(done.path)), len(done.damaged)
+    fate = (
+        f"{file_count(len(done.unrepairable))} of them cannot be repaired"
+        if done.unrepairable
+        else "all can be repaired"
+    )
+    verb = "differs" if count == 1 else "differ"
+    conclude(f"DAMAGED: {file_count(count)} of {place} {verb} from parity; {fate}: ckpt repair {place}")
 
 
 def protect_target(target: Path, lose: int, resources: Execution) -> dict[str, Any]:

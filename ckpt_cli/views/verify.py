@@ -25,7 +25,7 @@ from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, I
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.zero_values import zero_notices
-from ckpt_formats.parity.blocks import has_parity
+from ckpt_formats.parity.blocks import protected_folders
 from ckpt_formats.registry.opening import open_checkpoint as open_any
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.states import all_steps
@@ -38,9 +38,11 @@ def verify(
 ) -> bool:
     """Check everything with a progress bar, and show the findings. Returns whether there are none.
 
-    If there is parity, all files are compared with it, too. `open_checkpoint` is called if the path is not a chain.
+    If there is parity, of the path or of members of a chain, all files are compared with it, too. `open_checkpoint` is
+    called if the path is not a chain.
     """
-    if how.quick or is_remote(path) or not has_parity(path):
+    protected = [] if how.quick or is_remote(path) else protected_folders(path)
+    if not protected:
         return _verify_files(path, open_checkpoint, resources, how, as_json)
     from ckpt_cli.views.protect import verify_parity
 
@@ -50,7 +52,7 @@ def verify(
         except NotFoundError as error:  # the files by which a format is known may be lost
             report.unreadable(path, error, [Finding("unreadable", error.what, str(path))], 0.0, as_json)
             ok = False
-    return verify_parity(path, resources, ok, objects[0] if as_json else None)
+    return verify_parity(protected, resources, ok, objects[0] if as_json else None)
 
 
 def _verify_files(

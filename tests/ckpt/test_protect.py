@@ -145,6 +145,23 @@ def test_files_of_a_node_are_one_domain(tmp_path: Path) -> None:
     assert contents_of(tmp_path / "run") == whole
 
 
+def test_a_host_takes_one_domain_of_each_group_with_it_if_ranks_jump(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    contents = {f"__{rank}_{part}.distcp": os.urandom(700 + rank) for rank in range(12) for part in range(2)}
+    fill(root, {**contents, ".metadata": b"index"})
+    done = command("protect", root, "--lose", 1, "--by", "node:1", "--jump", 4, "--json")
+    assert [json.loads(done.out)[name] for name in ("domains", "groups")] == [12, 4]
+    whole = contents_of(root)
+    for rank in range(4, 8):
+        for part in range(2):
+            (root / f"__{rank}_{part}.distcp").unlink()
+    assert not ckpt.repair(root, resources=TWO).unrepairable
+    assert contents_of(root) == whole
+    for rank in (1, 9):  # of the same group
+        (root / f"__{rank}_0.distcp").unlink()
+    assert len(ckpt.repair(root, resources=TWO).unrepairable) == 2
+
+
 def test_a_table_states_domains_and_a_file_that_it_leaves_out_is_named(tmp_path: Path) -> None:
     fill(tmp_path / "run", {"a0": b"1", "a1": b"2", "b0": b"3"})
     (tmp_path / "table").write_text("# hosts\nfirst a*\n")
@@ -199,6 +216,8 @@ def test_protect_and_repair_refuse_what_they_cannot_do(run: Path, tmp_path: Path
         (("protect", "s3://bucket/key"), 22, "ckpt copy"),
         (("protect", ZERO1, "--by", "rack"), 2, "node:N"),
         (("protect", ZERO1, "--into", ZERO1), 2, "--into"),
+        (("protect", ZERO1, "--into", "s3://bucket/key"), 22, "file system only"),
+        (("protect", ZERO1, "--jump", 99), 2, "jump=99"),
         (("repair", ZERO1), NOT_FOUND, "ckpt protect"),
     ]:
         done = command(*arguments)
@@ -312,5 +331,11 @@ def test_commands_protect_what_they_write(tmp_path: Path) -> None:
         next(protected.glob("*.json")).unlink()
         assert command("repair", protected).code == 0
         assert contents_of(tmp_path / "copy.chain") == whole
-    assert command("verify", tmp_path / "copy.chain").code == 0
+    flip(tmp_path / "run.chain" / "step-0000000005" / ".ckpt-parity" / "0" / "group-000")
+    verified = command("verify", tmp_path / "run.chain")
+    assert (verified.code, "1 file of" in verified.out) == (BROKEN, True)
+    assert "ckpt repair" in verified.out
+    shutil.rmtree(tmp_path / "copy.chain" / ".ckpt-parity")
+    report = json.loads(command("verify", tmp_path / "copy.chain", "--json").out)
+    assert report["parity"]["nbytes"] > 0
     assert command("convert", ZERO1, tmp_path / "one.safetensors", "--protect", 1).code == 2

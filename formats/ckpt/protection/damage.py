@@ -204,20 +204,20 @@ def _scan_stripe(
     Those that are beyond the end of a file are computed from the others while these are read and compared.
     """
     blocks = {at: folder.place(at) for at in folder.blocks_of(*stripe)}
-    lost = [at for at, place in blocks.items() if place.offset + place.nbytes > nbytes[place.path]]
-    there = [at for at in blocks if at not in lost]
-    is_rebuilt = rebuilt is not None and len(lost) <= folder.manifest.parities and all(map(rebuilt.takes, lost))
-    wanted = lost if is_rebuilt else []
+    absent = [at for at, place in blocks.items() if place.offset + place.nbytes > nbytes[place.path]]
+    there = [at for at in blocks if at not in absent]
+    is_rebuilt = rebuilt is not None and len(absent) <= folder.manifest.parities and all(map(rebuilt.takes, absent))
+    wanted = absent if is_rebuilt else []
     factors = recovery_factors(folder, wanted, there) if wanted else np.zeros((0, len(there)), np.uint8)
     longest = folder.manifest.groups[stripe[0]].stripe_nbytes[stripe[1]]
     digests, sums = combine(threads.reader, [blocks[at] for at in there], factors, longest, threads.buffers)
-    found = {at: None if isinstance(one, CkptError) else one for at, one in zip(there, digests, strict=True)}
-    wrong = {at: digest for at, digest in found.items() if digest != folder.hash(at)}
+    hashes = {at: None if isinstance(one, CkptError) else one for at, one in zip(there, digests, strict=True)}
+    wrong = {at: digest for at, digest in hashes.items() if digest != folder.hash(at)}
     # A block that is bad would spoil all sums that it is in.
     if rebuilt is not None and not any(factors[:, number].any() for number, at in enumerate(there) if at in wrong):
         for at, block in zip(wanted, sums, strict=True):
             rebuilt.put(at, block[: blocks[at].nbytes])
-    return [*wrong.items(), *((at, None) for at in lost)]
+    return [*wrong.items(), *((at, None) for at in absent)]
 
 
 def _hash(reader: Reader, place: BlockPlace, buffer: Array) -> bytes | None:

@@ -37,9 +37,21 @@ def domains_of(files: Sequence[ProtectedFile], by: str, table: Path | None) -> t
     return _together((f"node {_rank(file.name) // int(match[1])}", file) for file in files)
 
 
-def groups_of(domains: Sequence[Domain], parities: int) -> tuple[DomainGroup, ...]:
-    """Groups that a code can have. Neighbours, which may be lost together, are in different groups."""
-    count = -(-len(domains) // (MAX_BLOCKS - parities))
+def groups_of(domains: Sequence[Domain], parities: int, jump: int = 1) -> tuple[DomainGroup, ...]:
+    """Groups that a code can have. Neighbours, which may be lost together, are in different groups.
+
+    `jump`: divide into at least so many groups, so that those of a group are so far apart, in the order of ranks.
+
+    Raises `InvalidArgumentError` if there are fewer domains.
+    """
+    if jump > len(domains):
+        raise InvalidArgumentError(
+            f"jump={jump}: there are only {len(domains)} domains",
+            hint="Ranks of a host that are lost together: --by node:N.",
+        )
+    if jump > 1:
+        domains = sorted(domains, key=lambda domain: _rank(domain.files[0].name))
+    count = max(jump, -(-len(domains) // (MAX_BLOCKS - parities)))
     return tuple(DomainGroup(tuple(domains[number::count]), parities) for number in range(count))
 
 

@@ -122,6 +122,7 @@ def plan_protect(
     *,
     by: str = "file",
     domains: Path | None = None,
+    jump: int = 1,
     into: Sequence[Path] = (),
     overwrite: bool = False,
 ) -> ProtectPlan:
@@ -140,6 +141,10 @@ def plan_protect(
     files = [ProtectedFile(name, identities[file].nbytes) for name, file in there]
     if not any(file.nbytes for file in files):
         raise NotFoundError("holds no file with content", where=root)
+    for one in into:
+        if is_url(str(one).replace(":/", "://", 1)):
+            hint = "Keep it in a folder, and copy that; or `ckpt copy` the checkpoint, which takes its parity along."
+            raise UnsupportedError("parity is written in the file system only", where=one, hint=hint)
     elsewhere = tuple(one.absolute() for one in into)
     if any(root.resolve() in (one.resolve(), *one.resolve().parents) for one in elsewhere):
         raise InvalidArgumentError(
@@ -153,7 +158,7 @@ def plan_protect(
         )
     own = domains_of(files, by, domains)
     kind = "table" if domains is not None else by
-    manifest = ParityManifest(groups_of(own, lose), lose, kind, tuple(map(str, elsewhere)))
+    manifest = ParityManifest(groups_of(own, lose, jump), lose, kind, tuple(map(str, elsewhere)))
     work = tuple(_work(one) for one in elsewhere or (root / FOLDER,))
     folder = ProtectedFolder(root, places_of(root, work, lose), BlockHashes.empty(manifest))
     return ProtectPlan(folder, elsewhere, identities, overwrite)
@@ -166,6 +171,7 @@ def protect(
     *,
     by: str = "file",
     domains: LocalPath | None = None,
+    jump: Count = 1,
     into: Sequence[LocalPath] = (),
     overwrite: bool = False,
     resources: Resources | None = None,
@@ -181,6 +187,9 @@ def protect(
         by: What a domain is, which is lost as a whole: `file`, `folder` (the first one in the path), or `node:N` (the
             files of N ranks, by the ranks in their names).
         domains: A table with lines `DOMAIN PATTERN` instead: the first pattern that a file's name matches counts.
+        jump: Divide the domains into so many groups, each of which may lose `lose` of them. Ranks of a group are `jump`
+            apart, so that neighbours, which share a host, are in different groups. With `by="node:1"`, a domain is a
+            rank.
         into: Folders that get the parities in turn, in place of the checkpoint's: on other disks or machines.
         overwrite: Replace parity that is there.
 
@@ -195,6 +204,7 @@ def protect(
         lose,
         by=by,
         domains=None if domains is None else Path(domains),
+        jump=jump,
         into=tuple(map(Path, into)),
         overwrite=overwrite,
     )

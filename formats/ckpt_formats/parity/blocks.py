@@ -129,6 +129,15 @@ def has_parity(root: Path) -> bool:
     return (root / FOLDER).is_dir()
 
 
+def protected_folders(root: Path) -> list[Path]:
+    """The folders with parity of their own: this one, and those in it, such as the members of a chain."""
+    try:
+        inside = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    except OSError:
+        inside = []
+    return [path for path in (root, *inside) if has_parity(path)]
+
+
 def manifest_copies(folders: Sequence[Path]) -> Iterator[Path]:
     """Where copies of a manifest may be: in folders with parity, and in the folder of each parity there."""
     for folder in folders:
@@ -289,16 +298,16 @@ def encode_stripe(folder: ProtectedFolder, group: int, stripe: int, reader: Read
     return sums
 
 
-def recovery_factors(folder: ProtectedFolder, lost: Sequence[BlockAddress], others: Sequence[BlockAddress]) -> Array:
-    """The factors by which other blocks of a stripe give those that are lost: (lost, others) uint8; 0 of spare ones.
+def recovery_factors(folder: ProtectedFolder, wanted: Sequence[BlockAddress], others: Sequence[BlockAddress]) -> Array:
+    """The factors by which other blocks of a stripe give the wanted ones: (wanted, others) uint8; 0 of spare ones.
 
-    `others`: all blocks of the stripe with bytes that are not lost; at most as many are lost as there are parities.
+    `others`: all other blocks of the stripe with bytes. At most as many are wanted as there are parities.
     """
     group = folder.manifest.groups[others[0].group]
-    data, wanted = len(group.domains), tuple(at.column for at in lost)
-    present = tuple([column for column in range(data + group.parities) if column not in wanted][:data])
-    matrix = _recovery_matrix(data, group.parities, present, wanted)
-    factors = np.zeros((len(lost), len(others)), np.uint8)
+    data, columns = len(group.domains), tuple(at.column for at in wanted)
+    present = tuple([column for column in range(data + group.parities) if column not in columns][:data])
+    matrix = _recovery_matrix(data, group.parities, present, columns)
+    factors = np.zeros((len(wanted), len(others)), np.uint8)
     for number, at in enumerate(others):
         if at.column in present:
             factors[:, number] = matrix[:, present.index(at.column)]
