@@ -1,9 +1,10 @@
-"""MessagePack as Flax writes it: trees of maps and lists, whose arrays are of an extension type.
+"""MessagePack as Flax and Orbax write it: trees of maps and lists, whose arrays are of an extension type.
 
 Reading gives inert values, and the places of arrays in the file. Nothing in a file is imported or called.
-Sources: the MessagePack specification (msgpack/spec.md); flax.serialization.
+Sources: the MessagePack specification (msgpack/spec.md); flax.serialization; orbax.checkpoint.msgpack_utils.
 """
 
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ MAX_CHUNK = 1 << 30
 """Bytes of an array above which Flax stores it in chunks."""
 _MAX_TEXT = 1 << 20
 """Bytes of a text, or of a value of bytes."""
-_NDARRAY, _COMPLEX, _SCALAR = 1, 2, 3
+_NDARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4
 _CHUNKED, _SHAPE, _CHUNKS = "__msgpack_chunked_array__", "shape", "chunks"
 _NUMBERS = {
     0xCA: ">f",
@@ -34,6 +35,19 @@ _NUMBERS = {
     **dict(zip(range(0xD0, 0xD4), (">b", ">h", ">i", ">q"), strict=True)),
 }
 _LENGTHS = {1: ">B", 2: ">H", 4: ">I"}
+_DICT = re.compile(rb"([\x81-\x8f]|\xde..|\xdf....)[\xa0-\xbf\xd9-\xdb]", re.DOTALL)
+
+
+def begins_as_dict(path: Path) -> bool:
+    """Is the first value of a file a map with a text as its first key? Flax and Orbax give files no suffix."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(6)
+    except CkptError:
+        raise
+    except OSError:
+        return False
+    return _DICT.match(head) is not None
 
 
 def read_tree(path: Path) -> tuple[Value, int]:
@@ -92,9 +106,9 @@ class _TreeReader:
         if 0xC4 <= code <= 0xC6:
             return self._bytes(self._length(1 << (code - 0xC4)))
         if 0xC7 <= code <= 0xC9:
-            return self._extension(self._length(1 << (code - 0xC7)))
+            return self._extension(self._length(1 << (code - 0xC7)), depth)
         if 0xD4 <= code <= 0xD8:
-            return self._extension(1 << (code - 0xD4))
+            return self._extension(1 << (code - 0xD4), depth)
         if 0xD9 <= code <= 0xDB:
             return self._text(self._length(1 << (code - 0xD9)))
         if code in (0xDC, 0xDD):
@@ -119,25 +133,30 @@ class _TreeReader:
         self._check_room(count)
         return [self.value(depth + 1) for _ in range(count)]
 
-    def _extension(self, nbytes: int) -> Value:
+    def _extension(self, nbytes: int, depth: int) -> Value:
         code = self._number(">b")
         end = self._at + nbytes
         self._check_room(nbytes)
+        if code == _TUPLE:
+            values = self.value(depth + 1)
+            if not isinstance(values, list) or self._at != end:
+                raise self._corrupt("a tuple is not a list")
+            return tuple(values)
         if code == _COMPLEX:
-            parts = self.value(0)
+            parts = self.value(depth + 1)
             numbers = isinstance(parts, list) and len(parts) == 2 and all(type(part) is float for part in parts)
             if not numbers or self._at != end:
                 raise self._corrupt("a complex number is not two floats")
             return complex(*parts)
         if code not in (_NDARRAY, _SCALAR):
             raise UnsupportedError(f"has the extension type {code}, which Flax does not write", where=self._path)
-        return self._array(end)
+        return self._array(end, depth)
 
-    def _array(self, end: int) -> Tensor:
+    def _array(self, end: int, depth: int) -> Tensor:
         """An array: a list of its shape, the name of its type, and its bytes in C order."""
         if self._byte() != 0x93:
             raise self._corrupt("an array is not a list of shape, type and bytes")
-        shape, name = self.value(MAX_TREE_DEPTH - 1), self.value(MAX_TREE_DEPTH - 1)
+        shape, name = self.value(depth + 1), self.value(depth + 1)
         if isinstance(name, bytes):
             name = name.decode("ascii", "replace")
         if not isinstance(shape, list) or len(shape) > MAX_NUMPY_AXES or not all(map(_is_length, shape)):

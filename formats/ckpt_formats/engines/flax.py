@@ -1,6 +1,10 @@
-"""Model weights of Flax: a `.msgpack` file of nested dicts, as `flax.serialization.to_bytes` writes it.
+"""Files of Flax: nested dicts in MessagePack, as `flax.serialization` and `flax.training.checkpoints` write them.
 
-See docs/files.md. Source: flax.serialization; transformers.modeling_flax_utils.
+flax_model.msgpack                   weights
+checkpoint_900, checkpoint_1000      the states of a run
+checkpoint_1000_gda/params/kernel/   an array that several processes held: a folder of zarr
+
+See docs/files.md. Source: flax.serialization, flax.training.checkpoints; transformers.modeling_flax_utils.
 """
 
 import re
@@ -9,18 +13,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ckpt_formats.containers.msgpack import array_pieces, map_header, read_tree, text_bytes
+from ckpt_formats.containers.msgpack import array_pieces, begins_as_dict, map_header, read_tree, text_bytes
 from ckpt_formats.containers.safetensors_shards import lost_states
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Origin, Parameter, Role, SourceFile
 from ckpt_formats.core.claims import MAX_TREE_DEPTH
-from ckpt_formats.core.errors import CkptError, CorruptError, UnsupportedError
+from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import write_sealed
+from ckpt_formats.core.folders import names_in
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
-from ckpt_formats.core.notices import Notice, Weight
+from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Value, is_natural
+from ckpt_formats.engines.orbax.aggregate import is_placeholder, leaves_of
+from ckpt_formats.engines.orbax.arrays import read_arrays
+from ckpt_formats.engines.orbax.folder import StepFolder
+from ckpt_formats.engines.orbax.read import TreeLeaves, index_of
 from ckpt_formats.state_dicts.extras import names_for_tensors
 
 SUFFIX = ".msgpack"
@@ -30,10 +39,10 @@ INDEX = f"{FILE}.index.json"
 """Lists the files of a model that is stored in several."""
 _OPTIMIZER = "opt_state"
 """The entry of a `TrainState` that holds the states of the optimizer."""
-_UNMATCHED = Notice(
-    "optimizer states (`opt_state`) could not be matched to parameters: they are copied unchanged", weight=Weight.LOST
-)
-_DICT = re.compile(rb"([\x81-\x8f]|\xde..|\xdf....)[\xa0-\xbf\xd9-\xdb]", re.DOTALL)
+_ARRAYS = "_gda"
+"""What follows a file's name in that of the folder with arrays that several processes held."""
+_STEP = re.compile(r"(?:[A-Za-z][\w-]*?_)(\d{1,15}(?:\.\d{1,15})?)")
+"""The names of the files of a run: a prefix and a step, which may be a fraction."""
 _SEPARATOR = "separator"
 Tree = dict[str, "Tree | Parameter"]
 
@@ -58,10 +67,13 @@ class Flax(WritableFormat):
 
     def detect(self, path: Path) -> bool:
         if path.is_file():
-            return path.suffix == SUFFIX or _begins_as_dict(path)
-        return any((path / name).is_file() for name in (FILE, INDEX))
+            return path.suffix == SUFFIX or begins_as_dict(path)
+        return any((path / name).is_file() for name in (FILE, INDEX)) or bool(steps_in(path))
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+        steps = steps_in(path) if path.is_dir() and not (path / FILE).is_file() else []
+        if steps:
+            return _newest(path, steps)
         file = path / FILE if path.is_dir() else path
         if path.is_dir() and (path / INDEX).is_file():
             raise UnsupportedError(
@@ -71,8 +83,10 @@ class Flax(WritableFormat):
         if not isinstance(root, dict) or not root:
             raise CorruptError("holds no nested dicts of arrays", where=file)
         step = root.get("step")
-        extras: dict[str, Value] = {key: root.pop(key) for key in (_OPTIMIZER,) if key in root}
         leaves = list(_leaves(root, ()))
+        if isinstance(root.get(_OPTIMIZER), dict) or any(is_placeholder(value) for _, value in leaves):
+            return _state(file, root, nbytes)
+        extras: dict[str, Value] = {}
         separator = _separator_of([keys for keys, _ in leaves], file)
         parameters: dict[str, Parameter] = {}
         for keys, value in leaves:
@@ -82,7 +96,6 @@ class Flax(WritableFormat):
                 continue
             role: Role = "buffer" if keys[0] == "batch_stats" else "parameter"
             parameters[name] = Parameter(name, role, {MODEL: value})
-        notices = (_UNMATCHED,) if _OPTIMIZER in extras else ()
         extras_by_name = {key: names_for_tensors(value, key, parameters) for key, value in extras.items()}
         origin = Origin("flax", step=step if is_natural(step) else None, layout={_SEPARATOR: separator})
         return Checkpoint(
@@ -91,17 +104,21 @@ class Flax(WritableFormat):
             parameters=parameters,
             extras=extras_by_name,
             files=(SourceFile(file, nbytes, "model"),),
-            notices=notices,
         )
 
     def plan(self, source: Checkpoint) -> Plan:
         separator = self._separator(source)
+        inside = source.origin.layout.get("params", ()) if source.origin.engine == "flax" else ()
+        prefix = "".join(f"{key}{separator}" for key in inside)
         weights = {
-            parameter.name: replace(parameter, states={MODEL: parameter.weight}, values={})
+            parameter.name: replace(
+                parameter, name=prefix + parameter.name, states={MODEL: parameter.weight}, values={}
+            )
             for parameter in source.parameters.values()
             if parameter.role != "extra"
         }
-        tied = {alias: replace(weights[name], name=alias) for alias, name in source.aliases.items() if name in weights}
+        aliases = {alias: name for alias, name in source.aliases.items() if name in weights}
+        tied = {alias: replace(weights[name], name=prefix + alias) for alias, name in aliases.items()}
         parameters = tuple({**weights, **tied}.values())
         _tree(parameters, separator)
         file = FilePlan(FILE, parameters, WeightsTree(separator), role="model")
@@ -124,16 +141,63 @@ class Flax(WritableFormat):
         return stated if isinstance(stated, str) else "."
 
 
-def _begins_as_dict(path: Path) -> bool:
-    """Is the first value of a file a dict with a text as its first key? `flax.training` gives its files no suffix."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(6)
-    except CkptError:
-        raise
-    except OSError:
-        return False
-    return _DICT.match(head) is not None
+def steps_in(folder: Path) -> list[Path]:
+    """The files of the steps of a run, the newest last; none if there are no such files. Never raises."""
+    steps = []
+    for name in names_in(folder):
+        match = _STEP.fullmatch(name)
+        if match is not None and (folder / name).is_file() and begins_as_dict(folder / name):
+            steps.append((float(match[1]), folder / name))
+    return [path for _, path in sorted(steps)]
+
+
+def _newest(folder: Path, steps: list[Path]) -> Checkpoint:
+    """The newest state of a run."""
+    checkpoint = Flax().read(steps[-1], ReadOptions())
+    if len(steps) == 1:
+        return checkpoint
+    text = f"{printable(steps[-1].name)} is read, the newest of {len(steps)} checkpoints here"
+    return replace(checkpoint, path=folder, notices=(Notice(text), *checkpoint.notices))
+
+
+def _state(file: Path, root: dict[str, Value], nbytes: int) -> Checkpoint:
+    """The state of a training, or a tree with arrays in folders beside the file: read as the same tree of Orbax is."""
+    if isinstance(root.get(_OPTIMIZER), dict):
+        root = {**root, _OPTIMIZER: _with_sequences(root[_OPTIMIZER])}
+    leaves = leaves_of(root, file)
+    stored = [one.stored for one in leaves if one.stored is not None]
+    folder = file.with_name(file.name + _ARRAYS)
+    _check_folders(folder, stored)
+    arrays = read_arrays(folder, True, paths=stored)
+    tree = TreeLeaves({one.leaf.path: one.leaf for one in leaves})
+    for one in leaves:
+        tree.add(one.leaf, arrays.tensors[one.stored] if one.stored is not None else one.value)
+    match = _STEP.fullmatch(file.name)
+    in_name = int(match[1]) if match is not None and match[1].isdecimal() else None
+    place = StepFolder(file, {"": file}, {}, in_name)
+    layout: dict[str, Value] = {"items": {"": {"folder": "", "place": []}}, "json": []}
+    files = (SourceFile(file, nbytes, "model"), *arrays.files)
+    return index_of(file, place, tree, layout, {}, files, [], "flax")
+
+
+def _with_sequences(value: Value) -> Value:
+    """States of an optimizer as they were: Flax makes dicts of lists and tuples, and of states without arrays."""
+    if not isinstance(value, dict):
+        return value
+    if not value:
+        return None
+    inside = {key: _with_sequences(item) for key, item in value.items()}
+    return list(inside.values()) if list(inside) == [str(i) for i in range(len(inside))] else inside
+
+
+def _check_folders(folder: Path, stored: Sequence[str]) -> None:
+    """Raise `UnsafeError` for a folder of an array elsewhere, `IncompleteError` for one that is missing."""
+    for path in stored:
+        if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
+            raise UnsafeError(f"the array {printable(path)!r} is not in {printable(folder.name)}", where=folder)
+    if missing := [path for path in stored if not (folder / path).is_dir()]:
+        text = f"the arrays of {list_names(missing, printable)} are missing"
+        raise IncompleteError(text, where=folder, hint="Copy the folder of arrays beside the file, too.")
 
 
 def _leaves(value: Value, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Value]]:

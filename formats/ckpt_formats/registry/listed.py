@@ -66,12 +66,12 @@ FORMATS: dict[str, ListedFormat] = {
         "ckpt_formats.engines.orbax:Orbax",
         Marks(
             # Last in a store, in the order of names: `commit_success.txt`.
-            ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"),
+            ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt", "checkpoint"),
             (
                 "manifest.ocdbt",
                 *("*.orbax-checkpoint-tmp*", "*/_METADATA", "*/_CHECKPOINT_METADATA", "*/manifest.ocdbt"),
                 *("*/.zarray", "*/zarr.json", "*/default/_METADATA", "*/state/_METADATA", "*/items/_METADATA"),
-                "*/params/_METADATA",
+                *("*/params/_METADATA", "*/pytree/_METADATA", "*/process_metadata", "*/checkpoint"),
             ),
         ),
     ),
@@ -80,7 +80,7 @@ FORMATS: dict[str, ListedFormat] = {
     ),
     "flax": ListedFormat(
         "ckpt_formats.engines.flax:Flax",
-        Marks(("flax_model.msgpack", "flax_model.msgpack.index.json"), (), ("*.msgpack",), _DICT_OF_MSGPACK),
+        Marks(("flax_model.msgpack", "flax_model.msgpack.index.json"), ("*_[0-9]*",), ("*.msgpack",), _DICT_OF_MSGPACK),
     ),
     "gguf": ListedFormat("ckpt_formats.engines.gguf:Gguf", Marks((), (), ("*.gguf",), re.compile(rb"GGUF"))),
     "numpy": ListedFormat(

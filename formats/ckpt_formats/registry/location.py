@@ -88,6 +88,10 @@ def checkpoints_in(path: Path) -> list[Path]:
             return sort_by_age([*files, *all_inside(path, is_checkpoint)])
         if inside := _inner_checkpoints(path, format):
             return [_stray_file(path, format) or path, *inside]
+    if format is not None and format.name == "flax":
+        from ckpt_formats.engines.flax import steps_in
+
+        return steps_in(path)
     if format is not None and format.name not in ("dcp", "orbax") and not has_pointer(path):
         return []
     if format is not None and format.name == "orbax":

@@ -1,7 +1,7 @@
 """The arrays of one tree as lazy tensors: from a database of OCDBT, or from a folder of zarr for each array."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -19,7 +19,7 @@ from ckpt_formats.core.folders import entries_of, names_in
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import ArrayBlob, Blob, FileBlob, Fragment, Tensor
 from ckpt_formats.core.text import list_names, printable
-from ckpt_formats.engines.orbax.metadata import OF_PROCESS
+from ckpt_formats.engines.orbax.metadata import OF_PROCESS, PROCESSES
 
 _MAX_NESTED = 64
 
@@ -34,20 +34,27 @@ class StoredArrays:
     files: tuple[SourceFile, ...] = ()
 
 
-def read_arrays(folder: Path, stores_fill_values: bool) -> StoredArrays:
+def read_arrays(
+    folder: Path, stores_fill_values: bool, parts: Sequence[str] = ("",), paths: Sequence[str] | None = None
+) -> StoredArrays:
     """The arrays of the tree in a folder. Only metadata are read.
 
-    `stores_fill_values`: a chunk that is not stored is missing; else it has the fill value everywhere. Raises
-    subclasses of `CkptError`.
+    `stores_fill_values`: a chunk that is not stored is missing; else it has the fill value everywhere. `parts`: the
+    folders in it that together have the tree, each with a slash at the end. `paths`: the arrays' own folders in it;
+    None: those directly in it. Raises subclasses of `CkptError`.
     """
-    if databases := _databases(folder):
+    if databases := [f"{part}{inside}" for part in parts for inside in _databases(folder / part)]:
         values: dict[str, ValueRange | bytes] = {}
         for inside in databases:
-            values |= _moved(read_database(folder / inside), inside)
+            own = _moved(read_database(folder / inside), inside)
+            if len(parts) > 1:
+                _check_same(own, values, folder)
+            values |= own
         sizes = _sizes(folder, values)
         sizes |= {f"{inside}{MANIFEST}": (folder / inside / MANIFEST).stat().st_size for inside in databases}
     else:
-        values = dict(_plain(folder))
+        arrays_of = _plain(folder) if paths is None else paths
+        values = dict(item for path in arrays_of for item in _inside(folder, path, 0))
         sizes = {place.file: place.nbytes for place in values.values() if isinstance(place, ValueRange)}
     layouts: dict[str, ArrayLayout] = {}
     for key, value in values.items():
@@ -83,6 +90,15 @@ def _databases(folder: Path) -> list[str]:
     return [name for name in inside if (folder / name / MANIFEST).is_file()]
 
 
+def _check_same(own: Mapping[str, ValueRange | bytes], others: Mapping[str, ValueRange | bytes], folder: Path) -> None:
+    """Raise `CorruptError` if an array is another one in the database of another process."""
+    for key, value in own.items():
+        is_metadata = key.rpartition("/")[2] in METADATA
+        if is_metadata and key in others and _json(folder, key, value) != _json(folder, key, others[key]):
+            text = f"the processes have stored `{printable(key)}` differently"
+            raise CorruptError(text, where=folder, hint="Take the folders of one step of one run.")
+
+
 def _moved(values: Mapping[str, ValueRange | bytes], inside: str) -> dict[str, ValueRange | bytes]:
     """The values with paths that begin at the folder of the tree."""
     return {
@@ -114,11 +130,11 @@ def _sizes(folder: Path, values: Mapping[str, ValueRange | bytes]) -> dict[str, 
     return sizes
 
 
-def _plain(folder: Path) -> Iterator[tuple[str, ValueRange]]:
-    """Each file in the folders of arrays, by its path."""
+def _plain(folder: Path) -> Iterator[str]:
+    """The names of the folders of arrays."""
     for entry in sorted(entries_of(folder), key=lambda entry: entry.name):
         if entry.is_dir() and any((folder / entry.name / name).is_file() for name in METADATA):
-            yield from _inside(folder, entry.name, 0)
+            yield entry.name
 
 
 def _inside(folder: Path, path: str, depth: int) -> Iterator[tuple[str, ValueRange]]:
@@ -157,6 +173,10 @@ def _missing(name: str, layout: ArrayLayout, chunks: Mapping[Shape, object], fol
     places = (tuple(map(int, np.unravel_index(i, layout.grid))) for i in range(len(chunks) + 1))
     at = next(at for at in places if at not in chunks)
     what = f"chunk {layout.box(at)} of `{printable(name)}` is missing"
+    if (folder.parent / PROCESSES).is_dir():
+        text = f"{what}: these are the parts that one of several processes wrote to its own disk"
+        hint = "Copy the folders of this step of all processes into one folder, under any names, and name that folder."
+        return IncompleteError(text, where=folder.parent, hint=hint)
     return IncompleteError(what, where=folder, hint="The save was broken off, or files were not copied.")
 
 

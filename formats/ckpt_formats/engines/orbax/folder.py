@@ -3,14 +3,16 @@
 _METADATA, manifest.ocdbt, d/            a tree of arrays, in one database
 _METADATA, params.kernel/.zarray, 0.0    a tree of arrays, each in a folder of its own
 _CHECKPOINT_METADATA                     a step; its items are folders beside the file, or the step is the tree
+checkpoint                               a tree in MessagePack, of old versions; its arrays inside or in folders beside
 42/, step_42/                            the steps of a run
+node-0/process_metadata, node-1/...      what each process of one step wrote, if it wrote to a disk of its own
 42.orbax-checkpoint-tmp-1700000000       a save that did not finish
 commit_success.txt                       in buckets, where nothing can be renamed: the save is complete
 """
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_formats.containers.ocdbt import MANIFEST
@@ -21,7 +23,8 @@ from ckpt_formats.core.folders import entries_of, names_in
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import printable
-from ckpt_formats.engines.orbax.metadata import COMMITTED, STEP, TREE, read_step
+from ckpt_formats.engines.orbax.aggregate import has_aggregate
+from ckpt_formats.engines.orbax.metadata import COMMITTED, OF_PROCESS, PROCESSES, STEP, TREE, read_step
 
 UNFINISHED = ".orbax-checkpoint-tmp"
 _STEP_NAME = re.compile(r"(?:[A-Za-z][\w-]*?[_-])?(\d{1,15})")
@@ -35,14 +38,15 @@ class StepFolder:
     items: dict[str, Path]
     handlers: dict[str, str]
     step: int | None = None
+    shards: tuple[Path, ...] = ()
+    """The folders of the processes, if each wrote its part of the step into one of its own; `folder` has them."""
     notices: tuple[Notice, ...] = ()
-    chosen_of: int = 1
 
 
 def is_checkpoint(path: Path) -> bool:
     """Is there a checkpoint of Orbax, complete or not, or are there several steps of one run? Never raises."""
     try:
-        return path.is_dir() and (_is_step(path) or bool(_steps(path)))
+        return path.is_dir() and (_is_step(path) or bool(_steps(path)) or bool(_shards(path)))
     except CkptError:
         raise
     except OSError:
@@ -51,7 +55,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def is_run(path: Path) -> bool:
     """Whether a folder has the steps of a run, and is none itself."""
-    return not _is_step(path) and bool(_steps(path))
+    return not _is_step(path) and not _shards(path) and bool(_steps(path))
 
 
 def find(path: Path) -> StepFolder:
@@ -62,7 +66,7 @@ def find(path: Path) -> StepFolder:
     try:
         if _is_step(path):
             return _step_at(path)
-        return _newest(path)
+        return _gathered(path, shards) if (shards := _shards(path)) else _newest(path)
     except CkptError:
         raise
     except OSError as error:
@@ -71,7 +75,7 @@ def find(path: Path) -> StepFolder:
 
 def is_tree(folder: Path) -> bool:
     """Whether a folder has the arrays of a tree."""
-    return any((folder / name).is_file() for name in (TREE, MANIFEST)) or _has_arrays(folder)
+    return any((folder / name).is_file() for name in (TREE, MANIFEST)) or has_aggregate(folder) or _has_arrays(folder)
 
 
 def _has_arrays(folder: Path) -> bool:
@@ -81,10 +85,10 @@ def _has_arrays(folder: Path) -> bool:
 
 
 def _is_step(path: Path) -> bool:
-    return any((path / name).is_file() for name in (STEP, TREE, MANIFEST)) or _has_arrays(path)
+    return (path / STEP).is_file() or is_tree(path)
 
 
-def _step_at(path: Path, chosen_of: int = 1) -> StepFolder:
+def _step_at(path: Path) -> StepFolder:
     metadata = read_step(path)
     if UNFINISHED in path.name:
         raise _unfinished(path, f"Orbax removes `{UNFINISHED}` from the name when it is done")
@@ -98,7 +102,34 @@ def _step_at(path: Path, chosen_of: int = 1) -> StepFolder:
     if missing := [name for name in handlers if name and name not in items and not is_tree(path)]:
         text = f"the item `{printable(missing[0])}`, which {STEP} names, is missing"
         raise IncompleteError(text, where=path, hint="Copy all folders of the step.")
-    return StepFolder(path, items, handlers, int(match[1]) if match else None, chosen_of=chosen_of)
+    items = {name: folder for name, folder in items.items() if name != PROCESSES} or items
+    return StepFolder(path, items, handlers, int(match[1]) if match else None)
+
+
+def _shards(path: Path) -> list[Path]:
+    """The folders in a folder that have parts of one step, each of other processes; none if they are not that.
+
+    Steps of one process have the same process's database.
+    """
+    folders = [path / name for name in sorted(names_in(path)) if (path / name / PROCESSES).is_dir()]
+    owners: set[str] = set()
+    for folder in folders:
+        inside = (name for item in names_in(folder) if item != PROCESSES for name in names_in(folder / item))
+        own = {name for name in inside if name.startswith(OF_PROCESS)}
+        if not own or own & owners:
+            return []
+        owners |= own
+    return folders if len(folders) > 1 else []
+
+
+def _gathered(path: Path, shards: list[Path]) -> StepFolder:
+    """The step whose parts several processes wrote. The items of the first one are those of all."""
+    steps = [_step_at(shard) for shard in shards]
+    items = steps[0].items
+    if any(items.keys() != step.items.keys() for step in steps):
+        raise IncompleteError("the folders of the processes have different items", where=path)
+    match = _STEP_NAME.fullmatch(path.name)
+    return StepFolder(path, items, steps[0].handlers, int(match[1]) if match else None, tuple(shards))
 
 
 def _items(path: Path) -> Iterator[tuple[str, Path]]:
@@ -123,8 +154,9 @@ def _is_step_of_run(path: Path) -> bool:
     """Whether it is a step, or has an item by a usual name: old versions wrote no metadata of steps."""
     if not path.is_dir():
         return False
-    items = (f"{item}/{TREE}" for item in ("default", "state", "items", "params"))
-    return UNFINISHED in path.name or any((path / name).is_file() for name in (STEP, TREE, MANIFEST, *items))
+    items = (f"{item}/{TREE}" for item in ("default", "state", "items", "params", "pytree"))
+    is_named = any((path / name).is_file() for name in (STEP, TREE, MANIFEST, *items))
+    return UNFINISHED in path.name or is_named or has_aggregate(path)
 
 
 def _newest(path: Path) -> StepFolder:
@@ -132,7 +164,7 @@ def _newest(path: Path) -> StepFolder:
     later: list[str] = []
     for _, folder in reversed(steps):
         try:
-            step = _step_at(folder, len(steps))
+            step = _step_at(folder)
         except IncompleteError:
             later.append(printable(folder.name))
             continue
@@ -141,7 +173,7 @@ def _newest(path: Path) -> StepFolder:
             notices.append(Notice(f"{printable(folder.name)} is read, the newest of {len(steps)} checkpoints here"))
         if later:
             notices.append(Notice("newer, but the save was broken off", tuple(later), Weight.UNSURE))
-        return StepFolder(step.folder, step.items, step.handlers, step.step, tuple(notices), len(steps))
+        return replace(step, notices=tuple(notices))
     if later:
         raise IncompleteError(f"the save was broken off: none of {', '.join(later)} is complete", where=path)
     raise NotFoundError("there is no checkpoint of Orbax here", where=path)

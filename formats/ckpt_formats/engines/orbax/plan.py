@@ -110,7 +110,7 @@ def items_of(source: Checkpoint, tree: WrittenTree) -> Iterator[tuple[str, str, 
 
     An item without a name is the checkpoint itself.
     """
-    items = source.origin.layout.get("items") if source.origin.engine == "orbax" else None
+    items = tree_layout(source).get("items")
     if not isinstance(items, dict) or not items:
         items = {"": {"folder": "", "place": []}}
     by_item: dict[str, list[WrittenLeaf]] = {name: [] for name in items}
@@ -127,9 +127,15 @@ def items_of(source: Checkpoint, tree: WrittenTree) -> Iterator[tuple[str, str, 
         yield name, items[name]["folder"], places[name], leaves
 
 
+def tree_layout(source: Checkpoint) -> Mapping[str, Value]:
+    """Where everything was in the tree that was read, of Orbax or of Flax; nothing for other checkpoints."""
+    layout = source.origin.layout
+    return layout if source.origin.engine in ("orbax", "flax") and "items" in layout else {}
+
+
 def tree_of(source: Checkpoint) -> WrittenTree:
     """The tree of a checkpoint: as it was in Orbax, else a `TrainState` of Flax with optax's Adam."""
-    layout = source.origin.layout if source.origin.engine == "orbax" else {}
+    layout = tree_layout(source)
     tree = WrittenTree()
     own = [parameter for parameter in source.parameters.values() if parameter.role != "extra"]
     layout = layout or ({"params": ["params", "params"]} if _MAXTEXT in source.parameters else {})
@@ -147,7 +153,7 @@ def tree_of(source: Checkpoint) -> WrittenTree:
     if copies:
         tree.dropped.append(Notice("the rounded copies beside masters: JAX rounds while it computes", tuple(copies)))
     _add_optimizers(tree, source, own, paths, layout)
-    if source.origin.engine == "orbax":
+    if "items" in layout:
         broken = set(layout.get("lists", []))
         for key, value in source.extras.items():
             if not _is_item(key, source):
@@ -169,7 +175,7 @@ def json_items(source: Checkpoint) -> dict[str, Value]:
 
 
 def _is_item(key: str, source: Checkpoint) -> bool:
-    items = source.origin.layout.get("json")
+    items = tree_layout(source).get("json")
     return isinstance(items, list) and key in items
 
 

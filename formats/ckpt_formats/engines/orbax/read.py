@@ -1,6 +1,6 @@
 """Read a checkpoint of Orbax: its index, from metadata and from numbers of one element."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.values import Value, is_natural
+from ckpt_formats.engines.orbax.aggregate import AGGREGATE, AggregatedLeaf, has_aggregate, read_aggregate
 from ckpt_formats.engines.orbax.arrays import read_arrays
 from ckpt_formats.engines.orbax.folder import StepFolder, find, is_tree
 from ckpt_formats.engines.orbax.metadata import (
@@ -25,6 +26,7 @@ from ckpt_formats.engines.orbax.metadata import (
     DICT,
     EMPTY,
     OF_PROCESS,
+    PROCESSES,
     SEQUENCE,
     SHARDING,
     STEP,
@@ -39,9 +41,9 @@ from ckpt_formats.engines.orbax.tree import TORCH_NAMES, ModelPart, OptimizerPar
 from ckpt_formats.engines.orbax.tree import Path as Keys
 from ckpt_formats.state_dicts.extras import candidate_names, names_for_tensors
 
-JSON_ITEM, RANDOM_ITEM = "metadata", "jax_random_key"
-"""Files and folders in items: that of `JsonSave`, and the array of `JaxRandomKeySave`."""
-_MAIN = ("", "default", "state", "train_state", "items", "model", "params")
+JSON_ITEM, METRICS, RANDOM_ITEM = "metadata", "metrics", "jax_random_key"
+"""Files and folders in items: those of `JsonSave` and of the metrics of a step, the array of `JaxRandomKeySave`."""
+_MAIN = ("", "default", "state", "train_state", "items", "pytree", "model", "params")
 """Names of items, of which the first one that is there has the model."""
 _FILES = (TREE, STEP, SHARDING, COMMITTED, STRINGS)
 
@@ -57,7 +59,7 @@ def read(path: Path, options: ReadOptions) -> Checkpoint:
 
 
 @dataclass
-class _TreeLeaves:
+class TreeLeaves:
     """The leaves of a tree: those with arrays, and plain values."""
 
     leaves: dict[Keys, Leaf] = field(default_factory=dict)
@@ -67,33 +69,44 @@ class _TreeLeaves:
     notices: list[Notice] = field(default_factory=list)
     random: dict[str, str] = field(default_factory=dict)
 
+    def add(self, leaf: Leaf, value: Value) -> None:
+        """Add the value of a leaf: an array of one element may be a number."""
+        if not isinstance(value, Tensor):
+            self.plain[leaf.path] = value
+        elif leaf.value == "scalar" and value.size == 1:
+            self.plain[leaf.path] = value[(0,) * len(value.shape)].item()
+        else:
+            self.arrays[leaf.path] = value
+
 
 def _checkpoint(path: Path) -> Checkpoint:
     step_folder = find(path)
-    trees: dict[str, _TreeLeaves] = {}
+    trees: dict[str, TreeLeaves] = {}
     extras: dict[str, Value] = {}
-    notices, files = list(step_folder.notices), list(_metadata_files(step_folder.folder))
+    notices = list(step_folder.notices)
+    files = [file for one in step_folder.shards or [step_folder.folder] for file in _metadata_files(one)]
     unread: list[str] = []
     for name, folder in step_folder.items.items():
         if is_tree(folder):
-            trees[name] = _read_tree(folder)
+            trees[name] = _read_tree(folder, [f"{shard.name}/{name}/" for shard in step_folder.shards])
         elif (folder / RANDOM_ITEM).is_dir() and is_tree(folder / RANDOM_ITEM):
             trees[name] = _read_tree(folder / RANDOM_ITEM)
             kind = parse_json(read_whole(folder / f"{RANDOM_ITEM}_metadata" / JSON_ITEM, MAX_SMALL_JSON), folder)
             files += _metadata_files(folder / RANDOM_ITEM)
             extras[f"{name}.kind"] = kind
-        elif (folder / JSON_ITEM).is_file():
-            extras[name] = parse_json(read_whole(folder / JSON_ITEM, MAX_SMALL_JSON), folder / JSON_ITEM)
-            files.append(SourceFile(folder / JSON_ITEM, (folder / JSON_ITEM).stat().st_size, "metadata"))
+        elif (json := folder / json_file(name)).is_file():
+            extras[name] = parse_json(read_whole(json, MAX_SMALL_JSON), json)
+            files.append(SourceFile(json, json.stat().st_size, "metadata"))
         else:
             unread.append(printable(name))
-        files += _metadata_files(folder) if name else ()
+        inside = [shard / name for shard in step_folder.shards] or [folder]
+        files += [file for one in inside if name for file in _metadata_files(one)]
     if unread:
         notices.append(Notice("these items are in a form that is not read", tuple(unread), Weight.LOST))
     if not trees:
         raise UnsupportedError("no item has arrays that are read", where=step_folder.folder)
     tree, places = _joined(trees)
-    json = [name for name in step_folder.items if name in extras] + [f"{name}.kind" for name in trees]
+    json_items = [name for name in step_folder.items if name in extras] + [f"{name}.kind" for name in trees]
     items = {
         name: {
             "folder": "" if not name else f"{name}/" if f"{name}.kind" not in extras else f"{name}/{RANDOM_ITEM}/",
@@ -103,8 +116,13 @@ def _checkpoint(path: Path) -> Checkpoint:
     }
     files += [file for one in trees.values() for file in one.files]
     notices += [notice for one in trees.values() for notice in one.notices]
-    layout: dict[str, Value] = {"items": items, "json": [name for name in json if name in extras]}
-    return _index(path, step_folder, tree, layout, extras, tuple(files), notices)
+    layout: dict[str, Value] = {"items": items, "json": [name for name in json_items if name in extras]}
+    return index_of(path, step_folder, tree, layout, extras, tuple(files), notices)
+
+
+def json_file(item: str) -> str:
+    """The name of the file of an item that is JSON."""
+    return METRICS if item == METRICS else JSON_ITEM
 
 
 def _metadata_files(folder: Path) -> list[SourceFile]:
@@ -114,16 +132,16 @@ def _metadata_files(folder: Path) -> list[SourceFile]:
         for name in (*_FILES, f"{RANDOM_ITEM}_metadata/{JSON_ITEM}", f"{RANDOM_ITEM}_metadata/{COMMITTED}")
     ]
     for name in names_in(folder):
-        if name in (ARRAYS, DATA) or name.startswith(OF_PROCESS):
+        if name in (ARRAYS, DATA, PROCESSES) or name.startswith(OF_PROCESS):
             paths += sorted((folder / name).rglob("*"))
     return [SourceFile(path, path.stat().st_size, "metadata") for path in paths if path.is_file()]
 
 
-def _joined(trees: Mapping[str, _TreeLeaves]) -> tuple[_TreeLeaves, dict[str, Keys]]:
+def _joined(trees: Mapping[str, TreeLeaves]) -> tuple[TreeLeaves, dict[str, Keys]]:
     """One tree of all items: that of the main one, with the others under their names."""
     main = next((name for name in _MAIN if name in trees), next(iter(trees)))
     places: dict[str, Keys] = {}
-    joined = _TreeLeaves()
+    joined = TreeLeaves()
     for name, tree in trees.items():
         # An item that is called `params` is what others have under this key.
         place: Keys = () if name == main and name not in ("params", "model") else (name,)
@@ -139,54 +157,64 @@ def _joined(trees: Mapping[str, _TreeLeaves]) -> tuple[_TreeLeaves, dict[str, Ke
     return joined, places
 
 
-def _read_tree(folder: Path) -> _TreeLeaves:
-    """The leaves of the tree in a folder. Raises `IncompleteError` if a leaf has no array."""
+def _read_tree(folder: Path, parts: Sequence[str] = ()) -> TreeLeaves:
+    """The leaves of the tree in a folder. Raises `IncompleteError` if a leaf has no array.
+
+    `parts`: the folders of all processes that have a part of it, from two levels above.
+    """
     metadata = read_tree(folder)
-    arrays = read_arrays(folder, metadata is not None and metadata.stores_fill_values)
-    tree = _TreeLeaves(files=arrays.files, random=random_keys(folder))
+    where = folder.parent.parent if parts else folder
+    arrays = read_arrays(where, metadata is not None and metadata.stores_fill_values, parts or ("",))
+    tree = TreeLeaves(files=arrays.files, random=random_keys(folder))
     if arrays.filled:
         text = "chunks that are not stored have the fill value everywhere: this version of Orbax stores none of them"
         tree.notices.append(Notice(text, tuple(arrays.filled), Weight.UNSURE))
-    if metadata is None:
+    aggregated: list[AggregatedLeaf] = []
+    if has_aggregate(folder):
+        aggregated, nbytes = read_aggregate(folder)
+        tree.files = (*tree.files, SourceFile(folder / AGGREGATE, nbytes, "data"))
+    if metadata is None and not aggregated:
         for name, tensor in arrays.tensors.items():
             keys = tuple(name.split("."))
             kinds = tuple(SEQUENCE if key.isdecimal() else DICT for key in keys)
             tree.leaves[keys], tree.arrays[keys] = Leaf(keys, kinds, "jax.Array"), tensor
         return tree
     strings = read_strings(folder)
+    stored = {one.leaf.name: one for one in aggregated}
     missing: list[str] = []
-    for leaf in metadata.leaves:
+    for leaf in metadata.leaves if metadata is not None else [one.leaf for one in aggregated]:
         tree.leaves[leaf.path] = leaf
+        one = stored.get(leaf.name)
         if leaf.value in EMPTY:
             tree.plain[leaf.path] = EMPTY[leaf.value]
         elif leaf.value == "string" and leaf.name in strings:
             tree.plain[leaf.path] = strings[leaf.name]
-        elif leaf.name in arrays.tensors:
-            tensor = arrays.tensors[leaf.name]
-            if leaf.value == "scalar" and tensor.size == 1:
-                tree.plain[leaf.path] = tensor[(0,) * len(tensor.shape)].item()
-            else:
-                tree.arrays[leaf.path] = tensor
+        elif one is not None and one.stored is None:
+            tree.add(leaf, one.value)
+        elif (name := leaf.name if one is None or one.stored is None else one.stored) in arrays.tensors:
+            tree.add(leaf, arrays.tensors[name])
         else:
             missing.append(printable(leaf.name))
+    naming = AGGREGATE if metadata is None else TREE
     if missing:
-        text = f"{list_names(missing)} is named in {TREE}, but no array of this name is stored"
+        text = f"{list_names(missing)} is named in {naming}, but no array of this name is stored"
         raise IncompleteError(text, where=folder, hint="Copy all files of the checkpoint.")
-    names = {leaf.name for leaf in metadata.leaves}
+    names = {leaf.name for leaf in tree.leaves.values()} | {one.stored for one in aggregated}
     if unnamed := [name for name in arrays.tensors if name not in names]:
-        text = f"arrays that {TREE} does not name: they are not read"
+        text = f"arrays that {naming} does not name: they are not read"
         tree.notices.append(Notice(text, tuple(unnamed), Weight.LOST))
     return tree
 
 
-def _index(
+def index_of(
     path: Path,
     step_folder: StepFolder,
-    tree: _TreeLeaves,
+    tree: TreeLeaves,
     layout: dict[str, Value],
     extras: dict[str, Value],
     files: tuple[SourceFile, ...],
     notices: list[Notice],
+    engine: str = "orbax",
 ) -> Checkpoint:
     """The checkpoint of a tree."""
     model = find_model(tree.leaves, tree.arrays)
@@ -214,7 +242,7 @@ def _index(
     step = _step(tree, step_folder.step, path)
     return Checkpoint(
         path=path,
-        origin=Origin("orbax", step=step, layout=layout),
+        origin=Origin(engine, step=step, layout=layout),
         parameters=parameters,
         groups=groups,
         extras=named,
@@ -224,7 +252,7 @@ def _index(
 
 
 def _parameters(
-    model: ModelPart, optimizers: list[OptimizerPart], tree: _TreeLeaves, where: Path
+    model: ModelPart, optimizers: list[OptimizerPart], tree: TreeLeaves, where: Path
 ) -> tuple[dict[str, Parameter], tuple[Group, ...], set[Keys]]:
     """The parameters with their states, the groups of optimizers, and the leaves that became states."""
     states: dict[Keys, dict[str, Tensor]] = {keys: {} for keys in model.names}
@@ -264,7 +292,7 @@ def _parameters(
     return parameters, tuple(groups), used
 
 
-def _optimizer_layout(optimizers: list[OptimizerPart], tree: _TreeLeaves) -> list[Value]:
+def _optimizer_layout(optimizers: list[OptimizerPart], tree: TreeLeaves) -> list[Value]:
     """Where the states were, for writing them again: for each optimizer its path, names of states, and its count."""
     return [
         {
@@ -280,7 +308,7 @@ def _optimizer_layout(optimizers: list[OptimizerPart], tree: _TreeLeaves) -> lis
     ]
 
 
-def _sequences(model: ModelPart, tree: _TreeLeaves) -> list[str]:
+def _sequences(model: ModelPart, tree: TreeLeaves) -> list[str]:
     """The names of parameters below lists, with the depth of each such key."""
     names = []
     for keys, name in model.names.items():
@@ -290,7 +318,7 @@ def _sequences(model: ModelPart, tree: _TreeLeaves) -> list[str]:
     return names
 
 
-def _step(tree: _TreeLeaves, in_name: int | None, path: Path) -> int | None:
+def _step(tree: TreeLeaves, in_name: int | None, path: Path) -> int | None:
     """The step that the tree states, else that of the folder's name."""
     for keys in (("step",), ("state", "step")):
         value = tree.plain.get(keys)

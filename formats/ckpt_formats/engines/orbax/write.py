@@ -26,8 +26,8 @@ from ckpt_formats.engines.orbax.metadata import (
     TREE,
     tree_json,
 )
-from ckpt_formats.engines.orbax.plan import ChunksContent, WrittenLeaf, items_of, json_items, tree_of
-from ckpt_formats.engines.orbax.read import JSON_ITEM, RANDOM_ITEM
+from ckpt_formats.engines.orbax.plan import ChunksContent, WrittenLeaf, items_of, json_items, tree_layout, tree_of
+from ckpt_formats.engines.orbax.read import JSON_ITEM, RANDOM_ITEM, json_file
 
 _NODES = f"{DATA}/{'f' * 32}"
 _HANDLERS = "orbax.checkpoint._src.handlers"
@@ -64,7 +64,7 @@ def write_part(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
 def write_metadata(folder: Path, source: Checkpoint, receipts: Sequence[Receipt], chunk_nbytes: int) -> None:
     """Write everything but the data files; last the marks by which the folder is a checkpoint."""
     handlers: dict[str, str] = {}
-    random = source.origin.layout.get("random", {}) if source.origin.engine == "orbax" else {}
+    random = tree_layout(source).get("random", {})
     for name, inside, place, leaves in items_of(source, tree_of(source)):
         handlers[name] = _RANDOM_HANDLER if inside.endswith(f"{RANDOM_ITEM}/") else _TREE_HANDLER
         _write_item(folder, inside, place, leaves, receipts, random if isinstance(random, dict) else {}, chunk_nbytes)
@@ -78,7 +78,7 @@ def write_metadata(folder: Path, source: Checkpoint, receipts: Sequence[Receipt]
     for name, value in json_items(source).items():
         handlers[name] = _JSON_HANDLER if not name.endswith(".kind") else ""
         if handlers[name]:
-            _write(folder, f"{name}/{JSON_ITEM}", json.dumps(value).encode())
+            _write(folder, f"{name}/{json_file(name)}", json.dumps(value).encode())
             _mark(folder, f"{name}/")
     handlers = {name: handler for name, handler in handlers.items() if handler}
     content = {
