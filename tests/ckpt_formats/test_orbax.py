@@ -22,7 +22,7 @@ from ckpt_formats.containers.crc32c import crc32c
 from ckpt_formats.containers.ocdbt import MANIFEST, ValueRange, read_database
 from ckpt_formats.containers.ocdbt_write import database
 from ckpt_formats.core.dtypes import DTYPES
-from jax_jobs.launch import load_all, save_all
+from jax_jobs.launch import load_all, save_all, save_by_processes
 from object_stores import BUCKET, moto, reached
 
 NEEDED = ("jax", "flax", "optax", "orbax.checkpoint", "tensorstore")
@@ -31,7 +31,9 @@ with_jax = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(
 pytestmark = [pytest.mark.slow]
 
 MESHES = ("1", "2", "8", "4x2", "2x4")
-STATES = (*(f"mesh-{mesh}" for mesh in MESHES), "zarr3", "plain", "plain-zarr3", "run", "run/2/state")
+STATES = (*(f"mesh-{mesh}" for mesh in MESHES), "zarr3", "plain", "plain-zarr3", "small-files", "run", "run/2/state")
+STATES += ("v1", "aggregate", "aggregate-placeholders", "aggregate-metadata", "flax", "flax/checkpoint_900")
+STATES += ("flax-chunked",)
 OF_OPTAX = {"model": "params.", "exp_avg": "opt_state.1.0.mu.", "exp_avg_sq": "opt_state.1.0.nu."}
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
@@ -39,6 +41,11 @@ Arrays = Mapping[str, np.ndarray[Any, Any]]
 @pytest.fixture(scope="module")
 def saved() -> Path:
     return trained.once("jax_jobs", "saved", save_all)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Path:
+    return trained.once("jax_jobs", "processes", save_by_processes)
 
 
 def memory(path: Path) -> Arrays:
@@ -69,7 +76,7 @@ def test_state_of_flax_is_read_bit_for_bit(name: str, saved: Path) -> None:
     assert checkpoint.step == int(truth["step"])
     kernel = truth["params.decoder.layers.kernel"]
     assert same_bits(checkpoint["decoder.layers.kernel"][3:14, 5:23], kernel[3:14, 5:23])
-    assert checkpoint.notices == () or name == "run"
+    assert checkpoint.notices == () or name in ("run", "flax", "flax-chunked")
 
 
 @with_jax
@@ -88,22 +95,23 @@ def test_values_beside_the_model_are_read_with_their_kinds(saved: Path) -> None:
     assert mixed.extras["list"][1:] == [None, {}, ()]
     assert mixed.origin.layout["random"] == {"key": "threefry2x32"}
     run = ckpt.open(saved / "run")
-    assert run.extras["data"] == {"epoch": 3}
+    assert (run.extras["data"], run.extras["metrics"]) == ({"epoch": 3}, {"loss": 1 / 3})
     assert run.step == 3
     assert any("newest of 2" in str(notice) for notice in run.notices)
 
 
 @with_jax
 def test_orbax_loads_what_is_written_into_every_mesh(saved: Path, tmp_path: Path) -> None:
-    for name in ("mesh-4x2", "kinds", "mixed", "run"):
+    for name in ("mesh-4x2", "kinds", "mixed", "run", "flax"):
         ckpt.save(ckpt.open(saved / name), tmp_path / name, ckpt.Orbax(chunk_nbytes=1000))
         assert ckpt.diff(ckpt.open(saved / name), ckpt.open(tmp_path / name)).same
     loads = [(tmp_path / "mesh-4x2", mesh, f"state-{mesh}") for mesh in (None, *MESHES)]
-    loads += [(tmp_path / name, None, name.replace("/", "-")) for name in ("kinds", "mixed", "run/state")]
+    loads += [(tmp_path / name, None, name.replace("/", "-")) for name in ("kinds", "mixed", "run/state", "flax")]
     loads += [(saved / "mixed", None, "mixed-before")]
     load_all([{"path": path, "mesh": mesh, "out": tmp_path / f"{out}.json"} for path, mesh, out in loads], tmp_path)
     truths = {f"state-{mesh}": memory(saved / "state.json") for mesh in (None, *MESHES)}
-    truths |= {"run-state": memory(saved / "state.json"), "kinds": memory(saved / "kinds.json")}
+    truths |= {"run-state": memory(saved / "state.json"), "flax": memory(saved / "state.json")}
+    truths |= {"kinds": memory(saved / "kinds.json")}
     truths |= {"mixed": memory(tmp_path / "mixed-before.json")}
     for name, truth in truths.items():
         prefix = "params." if name == "kinds" else ""
@@ -118,6 +126,46 @@ def test_databases_of_processes_are_read_without_a_merged_one(saved: Path, tmp_p
     (tmp_path / "mesh-8" / MANIFEST).unlink()
     shutil.rmtree(tmp_path / "mesh-8" / "d")
     assert ckpt.diff(ckpt.open(saved / "mesh-8"), ckpt.open(tmp_path / "mesh-8")).same
+
+
+@with_jax
+def test_parts_on_disks_of_processes_are_read_together(processes: Path, tmp_path: Path) -> None:
+    whole = ckpt.open(processes / "whole")
+    with pytest.raises(IncompleteError, match="one of several processes"):
+        ckpt.open(processes / "node-0" / "3")
+    for node in (0, 1):
+        shutil.copytree(processes / f"node-{node}" / "3", tmp_path / "3" / f"host-{node}")
+    opened = ckpt.open(tmp_path / "3")
+    assert ckpt.diff(whole, opened).same
+    assert opened.notices == ()
+    assert [path.name for path in ckpt.checkpoints(processes / "node-0")] == ["2", "3"]
+    metadata = next((tmp_path / "3" / "host-1" / "state" / "ocdbt.process_1").rglob("manifest.ocdbt"))
+    shutil.rmtree(metadata.parent)
+    with pytest.raises(IncompleteError):
+        ckpt.open(tmp_path / "3")
+
+
+@with_jax
+def test_arrays_that_flax_kept_beside_its_file_are_read(processes: Path, tmp_path: Path) -> None:
+    assert ckpt.diff(ckpt.open(processes / "gda"), ckpt.open(processes / "whole")).same
+    shutil.copytree(processes / "gda", tmp_path / "gda")
+    arrays = tmp_path / "gda" / "checkpoint_3_gda"
+    file = tmp_path / "gda" / "checkpoint_3"
+    (arrays / "params" / "kernel" / "1.0").unlink()
+    with pytest.raises(IncompleteError, match=r"chunk \[4:8, 0:24\] of `params/kernel` is missing"):
+        ckpt.open(file)
+    shutil.rmtree(arrays / "params")
+    with pytest.raises(IncompleteError, match="params/kernel are missing"):
+        ckpt.open(file)
+    file.write_bytes(file.read_bytes().replace(b"params/kernel", b"../../../etcc"))
+    with pytest.raises(UnsafeError):
+        ckpt.open(file)
+
+
+@with_jax
+def test_state_of_flax_becomes_one_of_orbax(saved: Path, tmp_path: Path) -> None:
+    ckpt.save(ckpt.open(saved / "flax"), tmp_path / "7", ckpt.Orbax())
+    assert ckpt.diff(ckpt.open(saved / "mesh-8"), ckpt.open(tmp_path / "7")).same
 
 
 @with_jax

@@ -157,7 +157,8 @@ def _newest(folder: Path, steps: list[Path]) -> Checkpoint:
     if len(steps) == 1:
         return checkpoint
     text = f"{printable(steps[-1].name)} is read, the newest of {len(steps)} checkpoints here"
-    return replace(checkpoint, path=folder, notices=(Notice(text), *checkpoint.notices))
+    others = tuple(name for step in steps[:-1] for name in (step.name, step.name + _ARRAYS) if (folder / name).exists())
+    return replace(checkpoint, path=folder, notices=(Notice(text, others), *checkpoint.notices))
 
 
 def _state(file: Path, root: dict[str, Value], nbytes: int) -> Checkpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,16 +21,37 @@ class JaxError(Exception):
 
 def run(script: str, *arguments: object) -> None:
     """Run a script of this folder. Raises `JaxError` if it fails."""
+    _wait(_start(script, *arguments))
+
+
+def _start(script: str, *arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-W", "ignore", str(HERE / script), *map(str, arguments)]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, env=environment, check=False)
-    if done.returncode:
-        raise JaxError(done.stderr[-4000:])
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def _wait(process: subprocess.Popen[str]) -> None:
+    try:
+        _, errors = process.communicate(timeout=_TIMEOUT)
+    finally:
+        process.kill()
+    if process.returncode:
+        raise JaxError(errors[-4000:])
 
 
 def save_all(out: Path) -> None:
     """Save a checkpoint in every way (see `save.py`)."""
     run("save.py", out)
+
+
+def save_by_processes(out: Path) -> None:
+    """Save checkpoints by two processes (see `processes.py`)."""
+    out.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    for process in [_start("processes.py", out, port, rank) for rank in (0, 1)]:
+        _wait(process)
 
 
 def load_all(jobs: Sequence[dict[str, Any]], folder: Path) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from devices import MESHES, mesh_of, sharded, write_truth
+import orbax.checkpoint.experimental.v1 as ocp_v1
+from devices import MESHES, mesh_of, names_of, sharded, write_truth
+from flax import serialization
+from flax.training import checkpoints
 from flax.training.train_state import TrainState
+from orbax.checkpoint import msgpack_utils
+from orbax.checkpoint.utils import leaf_placeholder
 
 SHAPES = [(), (1,), (7,), (5, 3), (16, 24), (8, 1, 1, 6)]
 DTYPES = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16", "float32", "complex64"]
@@ -44,6 +51,33 @@ def pytree(folder: Path, tree: Any, **options: Any) -> None:
     saver.close()
 
 
+def aggregate(folder: Path, tree: Any, least: int, metadata: bool) -> None:
+    """Save as Orbax did before 0.5: arrays of fewer axes than `least` are in the file `checkpoint`."""
+    pytree(folder, tree, use_ocdbt=False)
+    if not metadata:
+        for name in ("_METADATA", "_CHECKPOINT_METADATA"):
+            (folder / name).unlink()
+    plain = ocp.tree.serialize_tree(tree, keep_empty_nodes=True)
+    names = {id(leaf): name for name, leaf in names_of(plain).items()}
+
+    def stored(leaf: Any) -> Any:
+        if np.ndim(leaf) >= least:
+            return leaf_placeholder(names[id(leaf)])
+        shutil.rmtree(folder / names[id(leaf)], ignore_errors=True)
+        return np.asarray(leaf)
+
+    (folder / "checkpoint").write_bytes(msgpack_utils.msgpack_serialize(jax.tree.map(stored, plain)))
+
+
+def of_flax(folder: Path, state: TrainState) -> None:
+    """Save as `flax.training.checkpoints` did before Orbax: two steps, and one whose arrays are in chunks."""
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    for step in (900, 1000):
+        checkpoints.save_checkpoint(folder, state, step, keep=2)
+    serialization.MAX_CHUNK_SIZE = 100
+    checkpoints.save_checkpoint(folder.with_name("flax-chunked"), state, 7, prefix="model_")
+
+
 def main(out: Path) -> None:
     adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-3, 0.0, 10)))
     state = trained(adam, 3)
@@ -54,11 +88,21 @@ def main(out: Path) -> None:
     pytree(out / "zarr3", tree, use_zarr3=True)
     pytree(out / "plain", tree, use_ocdbt=False)
     pytree(out / "plain-zarr3", tree, use_ocdbt=False, use_zarr3=True)
-    with ocp.CheckpointManager(out / "run") as manager:
+    aggregate(out / "aggregate", state, 9, metadata=False)
+    aggregate(out / "aggregate-placeholders", state, 2, metadata=False)
+    aggregate(out / "aggregate-metadata", state, 2, metadata=True)
+    of_flax(out / "flax", state)
+    ocp_v1.save_pytree(out / "v1", tree)
+    files = ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=3000)
+    saver = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    saver.save(out / "small-files", args=files)
+    best = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"], best_mode="min")
+    with ocp.CheckpointManager(out / "run", options=best) as manager:
         for step in (2, 3):
             key = ocp.args.JaxRandomKeySave(jax.random.key(3))
             data = ocp.args.JsonSave({"epoch": step})
-            manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(tree), data=data, rng=key))
+            items = ocp.args.Composite(state=ocp.args.StandardSave(tree), data=data, rng=key)
+            manager.save(step, args=items, metrics={"loss": 1 / step})
         manager.wait_until_finished()
     kinds = {
         f"{dtype}_{i}": jax.device_put(np.asarray(np.random.default_rng(i).integers(0, 100, shape)).astype(dtype))
