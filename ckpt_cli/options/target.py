@@ -109,6 +109,13 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
         "--pack-size", SizeType(), "Bytes of values in a file of the universal format.  [default: 64M]", ("universal",)
     ),
     "chunk_nbytes": FormatOption("--chunk-size", SizeType(), "Maximum size of a chunk.  [default: 64M]", ("orbax",)),
+    "parts_per_axis": FormatOption(
+        "--parts-per-axis",
+        numbers(Positive),
+        "Cut each axis into N parts, if it has a multiple of N, so that N devices read only their own.",
+        ("orbax",),
+    ),
+    "zarr3": FormatOption("--zarr3", bool, "Write arrays of zarr 3 instead of 2.", ("orbax",)),
     "config": FormatOption(
         "--config",
         click.Path(readable=False, path_type=Path),

@@ -21,7 +21,9 @@ from ckpt.errors import CkptError, CorruptError, IncompleteError, UnsafeError, U
 from ckpt_formats.containers.crc32c import crc32c
 from ckpt_formats.containers.ocdbt import MANIFEST, ValueRange, read_database
 from ckpt_formats.containers.ocdbt_write import database
+from ckpt_formats.containers.zarr_write import ChunkGrid
 from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.geometry import Shape
 from jax_jobs.launch import load_all, save_all, save_by_processes
 from object_stores import BUCKET, moto, reached
 
@@ -105,16 +107,21 @@ def test_orbax_loads_what_is_written_into_every_mesh(saved: Path, tmp_path: Path
     for name in ("mesh-4x2", "kinds", "mixed", "run", "flax"):
         ckpt.save(ckpt.open(saved / name), tmp_path / name, ckpt.Orbax(chunk_nbytes=1000))
         assert ckpt.diff(ckpt.open(saved / name), ckpt.open(tmp_path / name)).same
+    for name, state in (("third", "mesh-4x2"), ("third-kinds", "kinds")):
+        ckpt.save(ckpt.open(saved / state), tmp_path / name, ckpt.Orbax(zarr3=True, parts_per_axis=2))
+        assert ckpt.diff(ckpt.open(saved / state), ckpt.open(tmp_path / name)).same
     loads = [(tmp_path / "mesh-4x2", mesh, f"state-{mesh}") for mesh in (None, *MESHES)]
     loads += [(tmp_path / name, None, name.replace("/", "-")) for name in ("kinds", "mixed", "run/state", "flax")]
-    loads += [(saved / "mixed", None, "mixed-before")]
+    loads += [(saved / "mixed", None, "mixed-before"), (tmp_path / "third", "4x2", "third")]
+    loads += [(tmp_path / "third-kinds", None, "third-kinds")]
     load_all([{"path": path, "mesh": mesh, "out": tmp_path / f"{out}.json"} for path, mesh, out in loads], tmp_path)
     truths = {f"state-{mesh}": memory(saved / "state.json") for mesh in (None, *MESHES)}
     truths |= {"run-state": memory(saved / "state.json"), "flax": memory(saved / "state.json")}
+    truths |= {"third": memory(saved / "state.json"), "third-kinds": memory(saved / "kinds.json")}
     truths |= {"kinds": memory(saved / "kinds.json")}
     truths |= {"mixed": memory(tmp_path / "mixed-before.json")}
     for name, truth in truths.items():
-        prefix = "params." if name == "kinds" else ""
+        prefix = "params." if "kinds" in name else ""
         loaded = {key.removeprefix(prefix): values for key, values in memory(tmp_path / f"{name}.json").items()}
         assert set(loaded) == set(truth), name
         assert all(same_bits(loaded[key], values) for key, values in truth.items()), name
@@ -293,6 +300,28 @@ def test_chunk_that_decodes_to_more_than_its_shape_is_refused(compressor: str, t
     tree = write_tree(tmp_path / "tree", {**stored, "params.w/0": data[: 1 << 20]})
     with pytest.raises(CorruptError, match=r"decodes to 17 bytes or more"):
         ckpt.open(tree)["w"][...]
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "nbytes", "chunk"),
+    [
+        ((8, 6), 1, 1 << 20, (8, 6)),
+        ((8, 6), 2, 1 << 20, (4, 3)),
+        ((8, 6), 4, 1 << 20, (2, 6)),
+        ((64, 6), 2, 64, (4, 3)),
+        ((14, 4), 2, 32, (1, 2)),
+        ((), 2, 1, ()),
+        ((5, 100), 1, 80, (1, 20)),
+    ],
+)
+def test_chunks_never_reach_from_one_part_into_the_next(shape: Shape, parts: int, nbytes: int, chunk: Shape) -> None:
+    grid = ChunkGrid(nbytes, parts)
+    assert grid.shape(shape, 4) == chunk
+    boxes = [box for _, box in grid.boxes(shape, 4)]
+    assert sum(box.size for box in boxes) == int(np.prod(shape))
+    for n, axis in zip(shape, range(len(shape)), strict=True):
+        part = n // parts if n % parts == 0 else n
+        assert all(box.start[axis] // part == (box.stop[axis] - 1) // part for box in boxes)
 
 
 def test_tree_of_many_keys_is_written_and_read_again(tmp_path: Path) -> None:

@@ -12,11 +12,15 @@ write      data files, the database, the metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt_formats.core.arguments import Positive
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.transfer import Transfer
+
+if TYPE_CHECKING:
+    from ckpt_formats.containers.zarr_write import ChunkGrid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,16 @@ class Orbax(WritableFormat):
 
     chunk_nbytes: Positive = 1 << 26
     """The most bytes of a chunk, which a reader that needs one element of it reads whole; an element may have more."""
+    parts_per_axis: Positive = 1
+    """Into how many parts each axis is cut that has a multiple of them, so that as many devices read only their own."""
+    zarr3: bool = False
+    """Whether arrays are of zarr 3, which programs with `use_zarr3=True` expect; else of zarr 2."""
+
+    @property
+    def _grid(self) -> "ChunkGrid":
+        from ckpt_formats.containers.zarr_write import ChunkGrid
+
+        return ChunkGrid(self.chunk_nbytes, self.parts_per_axis, self.zarr3)
 
     def detect(self, path: Path) -> bool:
         from ckpt_formats.engines.orbax.folder import is_checkpoint
@@ -43,7 +57,7 @@ class Orbax(WritableFormat):
     def plan(self, source: Checkpoint) -> Plan:
         from ckpt_formats.engines.orbax.plan import plan_files
 
-        return plan_files(source, self.chunk_nbytes)
+        return plan_files(source, self._grid)
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         from ckpt_formats.engines.orbax.write import write_part
@@ -53,4 +67,4 @@ class Orbax(WritableFormat):
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:
         from ckpt_formats.engines.orbax.write import write_metadata
 
-        write_metadata(folder, source, receipts, self.chunk_nbytes)
+        write_metadata(folder, source, receipts, self._grid)

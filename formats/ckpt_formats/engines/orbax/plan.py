@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 
-from ckpt_formats.containers.zarr_write import chunk_boxes, chunk_shape
+from ckpt_formats.containers.zarr_write import ChunkGrid
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import UnsupportedError
@@ -96,12 +96,12 @@ class ChunksContent:
     entries: tuple[ChunkEntry, ...]
 
 
-def plan_files(source: Checkpoint, chunk_nbytes: int) -> Plan:
+def plan_files(source: Checkpoint, grid: ChunkGrid) -> Plan:
     """The data files of all items. Raises `UnsupportedError` for what Orbax cannot hold."""
     tree = tree_of(source)
     files: list[FilePlan] = []
     for _, folder, _, leaves in items_of(source, tree):
-        files += _data_files(folder, leaves, chunk_nbytes)
+        files += _data_files(folder, leaves, grid)
     return Plan(tuple(files), tuple(tree.dropped))
 
 
@@ -248,7 +248,7 @@ def _add_extras(
         tree.add(path, kinds, value)
 
 
-def _data_files(folder: str, leaves: Iterable[WrittenLeaf], chunk_nbytes: int) -> Iterator[FilePlan]:
+def _data_files(folder: str, leaves: Iterable[WrittenLeaf], grid: ChunkGrid) -> Iterator[FilePlan]:
     """The data files of one item: chunks in order, up to 1 GiB in each."""
     entries: list[ChunkEntry] = []
     tensors: list[Tensor] = []
@@ -262,9 +262,8 @@ def _data_files(folder: str, leaves: Iterable[WrittenLeaf], chunk_nbytes: int) -
         if leaf.tensor is None:
             continue
         shape, itemsize = leaf.tensor.shape, leaf.tensor.dtype.itemsize
-        chunk = chunk_shape(shape, itemsize, chunk_nbytes)
-        size = prod(chunk) * itemsize
-        for key, box in chunk_boxes(shape, chunk):
+        size = prod(grid.shape(shape, itemsize)) * itemsize
+        for key, box in grid.boxes(shape, itemsize):
             if entries and nbytes + size > _MAX_FILE:
                 yield file()
                 entries, tensors, nbytes, number = [], [], 0, number + 1

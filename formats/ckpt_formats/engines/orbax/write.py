@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_formats.containers.ocdbt import MANIFEST, ValueRange
 from ckpt_formats.containers.ocdbt_write import database
-from ckpt_formats.containers.zarr_write import array_json, chunk_shape
+from ckpt_formats.containers.zarr_write import ChunkGrid
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.format import FilePlan, Receipt
@@ -61,13 +61,13 @@ def write_part(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
     return Receipt(part.file, seal.nbytes, (seal,), {"chunks": chunks}, transfer.reader.evidence())
 
 
-def write_metadata(folder: Path, source: Checkpoint, receipts: Sequence[Receipt], chunk_nbytes: int) -> None:
+def write_metadata(folder: Path, source: Checkpoint, receipts: Sequence[Receipt], grid: ChunkGrid) -> None:
     """Write everything but the data files; last the marks by which the folder is a checkpoint."""
     handlers: dict[str, str] = {}
     random = tree_layout(source).get("random", {})
     for name, inside, place, leaves in items_of(source, tree_of(source)):
         handlers[name] = _RANDOM_HANDLER if inside.endswith(f"{RANDOM_ITEM}/") else _TREE_HANDLER
-        _write_item(folder, inside, place, leaves, receipts, random if isinstance(random, dict) else {}, chunk_nbytes)
+        _write_item(folder, inside, place, leaves, receipts, random if isinstance(random, dict) else {}, grid)
         if inside.endswith(f"{RANDOM_ITEM}/"):
             kind = source.extras.get(f"{name}.kind")
             _write(folder, f"{name}/{RANDOM_ITEM}_metadata/{JSON_ITEM}", json.dumps(kind).encode())
@@ -100,7 +100,7 @@ def _write_item(
     leaves: Sequence[WrittenLeaf],
     receipts: Sequence[Receipt],
     random: dict[str, Any],
-    chunk_nbytes: int,
+    grid: ChunkGrid,
 ) -> None:
     """Write the database and the metadata of the tree in a subfolder."""
     values: dict[str, ValueRange | bytes] = {}
@@ -112,13 +112,14 @@ def _write_item(
     arrays, shardings = [], {}
     for written in leaves:
         tensor, name = written.tensor, written.leaf.name
-        chunk = None if tensor is None else chunk_shape(tensor.shape, tensor.dtype.itemsize, chunk_nbytes)
+        chunk = None if tensor is None else grid.shape(tensor.shape, tensor.dtype.itemsize)
         key = random.get(".".join((*place, *written.leaf.path)))
         leaf = written.leaf if key is None else replace(written.leaf, value=SHARDED_ARRAY)
         shapes.append((leaf, chunk))
         if tensor is None or chunk is None:
             continue
-        values[f"{name}/.zarray"] = array_json(tensor.shape, tensor.dtype, chunk)
+        key_of_array, described = grid.metadata(tensor.shape, tensor.dtype)
+        values[f"{name}/{key_of_array}"] = described
         if key is not None:
             entry = {"param_name": name, "write_shape": list(chunk), "chunk_shape": list(chunk)}
             arrays.append({"array_metadata": {**entry, "ext_metadata": {"random_key_impl": key}}})
@@ -131,7 +132,7 @@ def _write_item(
     texts = {written.leaf.name: written.text for written in leaves if written.text is not None}
     if texts:
         _write(folder, inside + STRINGS, json.dumps(texts).encode())
-    _write(folder, inside + TREE, tree_json(shapes, False))
+    _write(folder, inside + TREE, tree_json(shapes, grid.zarr3))
     _write(folder, inside + MANIFEST, manifest)
 
 
