@@ -3,19 +3,20 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.pipeline import Execution, Resources
-from ckpt.protection.damage import DamagedFile
 from ckpt.protection.protect import Protection, ProtectPlan, plan_protect, run_protect
-from ckpt.protection.repair import Repair
-from ckpt.protection.repair import repair as repair_files
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views.columns import show, table
 from ckpt_cli.views.report import conclude, data, error_lines, file_count
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.text import format_nbytes, list_names, printable
+
+if TYPE_CHECKING:
+    from ckpt.protection.damage import DamagedFile
+    from ckpt.protection.repair import Repair
 
 _MAX_ROWS = 50
 _MAX_TENSORS = 8
@@ -67,6 +68,8 @@ def repair(
     path: str, others: Sequence[str], parity: Sequence[Path], dry_run: bool, resources: Execution, as_json: bool
 ) -> bool:
     """Repair files, and show which ones. Returns whether all that was damaged is, or can be, repaired."""
+    from ckpt.protection.repair import repair as repair_files
+
     with progress_bar("comparing with parity") as progress:
         done = repair_files(path, others=others, parity=parity, dry_run=dry_run, resources=resources, progress=progress)
     if as_json:
@@ -76,7 +79,7 @@ def repair(
     return not done.unrepairable
 
 
-def _show(done: Repair) -> None:
+def _show(done: "Repair") -> None:
     notes.flush()
     _show_rows(done)
     place, read = printable(str(done.path)), format_nbytes(done.nbytes)
@@ -95,7 +98,7 @@ def _show(done: Repair) -> None:
     conclude(text)
 
 
-def _show_rows(done: Repair) -> None:
+def _show_rows(done: "Repair") -> None:
     """Print a row for each damaged file."""
     rows = [(printable(_name(done.path, one.path)), one.what, _fate(one, done.written)) for one in done.damaged]
     if rows:
@@ -104,7 +107,7 @@ def _show_rows(done: Repair) -> None:
         conclude(f"and {len(rows) - _MAX_ROWS} more files")
 
 
-def _fate(one: DamagedFile, written: bool) -> str:
+def _fate(one: "DamagedFile", written: bool) -> str:
     if one.is_repairable:
         return "repaired" if written else "can be repaired"
     nbytes = sum(stop - start for start, stop in one.lost_ranges)
@@ -115,7 +118,7 @@ def _name(root: Path, path: Path) -> str:
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
 
 
-def _repair_json(done: Repair) -> dict[str, Any]:
+def _repair_json(done: "Repair") -> dict[str, Any]:
     return {
         "path": str(done.path),
         "nbytes": done.nbytes,
@@ -126,7 +129,7 @@ def _repair_json(done: Repair) -> dict[str, Any]:
     }
 
 
-def damaged_json(one: DamagedFile) -> dict[str, Any]:
+def damaged_json(one: "DamagedFile") -> dict[str, Any]:
     """A damaged file, as plain data."""
     return {
         "file": str(one.path),
@@ -144,7 +147,9 @@ def verify_parity(folders: Sequence[Path], resources: Resources, ok: bool, verif
     `ok`: whether the checkpoint itself is. `verified`: what `verify` prints of it with `--json`. Returns whether
     nothing is wrong.
     """
-    is_whole, nbytes, damaged = True, 0, list[DamagedFile]()
+    from ckpt.protection.repair import repair as repair_files
+
+    is_whole, nbytes, damaged = True, 0, list["DamagedFile"]()
     for folder in folders:
         try:
             with progress_bar("comparing with parity") as progress:
@@ -166,7 +171,7 @@ def verify_parity(folders: Sequence[Path], resources: Resources, ok: bool, verif
     return ok and is_whole
 
 
-def _show_differences(done: Repair) -> None:
+def _show_differences(done: "Repair") -> None:
     _show_rows(done)
     place, count = printable(str(done.path)), len(done.damaged)
     fate = (

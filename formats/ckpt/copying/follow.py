@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from ckpt.chains.change import ChainChange, change
-from ckpt.copying.selection import below
 from ckpt.pipeline import Execution, Resources
 from ckpt_formats.core.arguments import StrPath, checked
 from ckpt_formats.core.errors import (
@@ -25,6 +24,7 @@ from ckpt_formats.core.errors import (
     OutputError,
 )
 from ckpt_formats.core.files import Reader, write_all
+from ckpt_formats.core.folders import below
 from ckpt_formats.core.place import ObjectEntry
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.registry.listed import is_mark

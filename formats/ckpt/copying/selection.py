@@ -4,21 +4,20 @@ What the reader of the format has opened is part of it, and what is beside that 
 ckpt names as not read, other checkpoints, texts and logs are not.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.claims import MAX_LIST
-from ckpt_formats.core.errors import CkptError, IncompleteError, NotFoundError, UnsafeError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import read_whole
-from ckpt_formats.core.folders import entries_of, is_harmless
+from ckpt_formats.core.folders import below, is_harmless
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.identity import Identities, Identity, unrecorded
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.seals import Seal
-from ckpt_formats.core.text import PARTIAL, STAGED, printable
 from ckpt_formats.parity.blocks import find_parity
 from ckpt_formats.parity.manifest import FOLDER as PARITY
 from ckpt_formats.registry import FORMATS
@@ -28,7 +27,6 @@ from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.registry.unread_files import OTHER_CHECKPOINTS, UNREAD
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.chain_file import LoggedSteps
-from ckpt_formats.universal.chain.folder import LOCK
 from ckpt_formats.universal.chain.members import open_members
 from ckpt_formats.universal.chain.states import open_steps
 from ckpt_formats.universal.published.records import FOLDER, HEAD, MAX_HEAD, OBJECT_KEY, Head
@@ -285,25 +283,3 @@ def _pointers(path: Path) -> dict[Path, bytes]:
 
 def _name(root: Path, file: Path) -> str:
     return file.relative_to(root).as_posix()
-
-
-def below(root: Path, above: str = "") -> Iterator[tuple[str, Path]]:
-    """All files below a folder: their names with slashes, in order. Not what processes keep there while they write.
-
-    Links to files are followed, links to folders are not. Raises `UnsafeError` for names that no folder can have.
-    """
-    try:
-        entries = sorted(entries_of(root), key=lambda entry: entry.name)
-    except CkptError:
-        raise
-    except OSError as error:
-        raise NotFoundError(f"cannot be listed: {error.strerror or error}", where=root) from None
-    for entry in entries:
-        path, name = root / entry.name, f"{above}{entry.name}"
-        if entry.name in ("", ".", "..") or "\0" in entry.name:
-            raise UnsafeError(f"no file can have the name `{printable(entry.name)}`", where=root)
-        if entry.is_dir() and not entry.is_symlink():
-            if not entry.name.endswith(PARTIAL) and entry.name != STAGED:
-                yield from below(path, f"{name}/")
-        elif entry.is_file() and name != LOCK:
-            yield name, path

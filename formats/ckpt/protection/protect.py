@@ -18,7 +18,6 @@ from typing import Annotated
 import numpy as np
 import xxhash
 
-from ckpt.copying.selection import below
 from ckpt.job import AnyProgress, count_to
 from ckpt.pipeline import Resources
 from ckpt.pipeline.executors import run_tasks
@@ -35,6 +34,7 @@ from ckpt_formats.core.errors import (
     UnsupportedError,
 )
 from ckpt_formats.core.files import write_at
+from ckpt_formats.core.folders import below
 from ckpt_formats.core.identity import Identity, check_unchanged
 from ckpt_formats.core.locking import lock, unwritable
 from ckpt_formats.core.own_folder import make_own

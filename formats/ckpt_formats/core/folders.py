@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt_formats.core.errors import CkptError, NotFoundError, UnsafeError
 from ckpt_formats.core.store_path import FolderEntry, is_remote
+from ckpt_formats.core.text import PARTIAL, STAGED, printable
 
 MAX_ENTRIES = 200_000
 """Limit of the entries of a folder that are read."""
 SEAL_SUFFIX = ".ckpt-seal"
 """The ending of files with the checksums of a checkpoint: they are compared with it, and are no part of it."""
+CHAIN_LOCK = "chain.lock"
+"""Locked by the process that changes a chain."""
 CONFIG = "config.json"
 TRAINER_STATE = "trainer_state.json"
 _HARMLESS = re.compile(
@@ -37,6 +41,28 @@ def entries_of(path: Path) -> Iterator[FolderEntry]:
         return
     with os.scandir(path) as entries:
         yield from entries
+
+
+def below(root: Path, above: str = "") -> Iterator[tuple[str, Path]]:
+    """All files below a folder: their names with slashes, in order. Not what processes keep there while they write.
+
+    Links to files are followed, links to folders are not. Raises `UnsafeError` for names that no folder can have.
+    """
+    try:
+        entries = sorted(entries_of(root), key=lambda entry: entry.name)
+    except CkptError:
+        raise
+    except OSError as error:
+        raise NotFoundError(f"cannot be listed: {error.strerror or error}", where=root) from None
+    for entry in entries:
+        path, name = root / entry.name, f"{above}{entry.name}"
+        if entry.name in ("", ".", "..") or "\0" in entry.name:
+            raise UnsafeError(f"no file can have the name `{printable(entry.name)}`", where=root)
+        if entry.is_dir() and not entry.is_symlink():
+            if not entry.name.endswith(PARTIAL) and entry.name != STAGED:
+                yield from below(path, f"{name}/")
+        elif entry.is_file() and name != CHAIN_LOCK:
+            yield name, path
 
 
 def names_in(path: Path) -> list[str]:

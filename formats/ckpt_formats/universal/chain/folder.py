@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from ckpt_formats.core.errors import OutputError
+from ckpt_formats.core.folders import CHAIN_LOCK
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush
 from ckpt_formats.core.store_path import StorePath
@@ -13,7 +14,7 @@ from ckpt_formats.core.text import PARTIAL, STAGED
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.chain_file import ChainIndex, SharedPacks
 
-LOCK = "chain.lock"
+LOCK = CHAIN_LOCK
 MANIFEST = "manifest.json"
 PACKS = "packs"
 """The folder of the packs in that of a member."""
