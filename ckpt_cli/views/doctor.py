@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,7 +13,12 @@ from ckpt.doctor.machine import Machine
 from ckpt_cli.views import report
 from ckpt_formats.core.text import format_nbytes, printable
 
+if TYPE_CHECKING:
+    from ckpt.protection.survey import SurveyedFolder
+
 _WIDTH = 14
+_MAX_CHECKPOINTS = 10
+"""Rows of the text; all are in the JSON."""
 
 
 def show(examination: Examination, as_json: bool) -> None:
@@ -26,6 +31,7 @@ def show(examination: Examination, as_json: bool) -> None:
         ("File system", _file_system(examination.file_system)),
         ("Machine", _machine(examination.machine)),
         ("Stores", map(_store, examination.stores)),
+        *([("Parity", _parity(examination.parity))] if examination.parity else []),
     ):
         click.echo(click.style(title, bold=True))
         for name, text in rows:
@@ -44,6 +50,12 @@ def to_json(examination: Examination) -> dict[str, Any]:
     fields = asdict(examination) | {"ok": examination.is_fit}
     fields["file_system"]["folder"] = str(examination.file_system.folder)
     fields["kernels"]["instructions"] = examination.kernels.instructions
+    for fields_of, surveyed in zip(fields["parity"], examination.parity, strict=True):
+        fields_of |= {
+            "path": str(surveyed.path),
+            "damaged_parity": [str(path) for path in surveyed.damaged_parity],
+            "fits": surveyed.fits,
+        }
     for store, one in zip(fields["stores"], examination.stores, strict=True):
         store["present"] = one.present
     return fields
@@ -102,6 +114,22 @@ def _store(credentials: StoreCredentials) -> tuple[str, str]:
         return credentials.url, f"no credentials ({credentials.store})"
     missing = [f"{name} names a file that does not exist" for name in credentials.missing_files]
     return credentials.url, "; ".join([f"found: {', '.join((*credentials.variables, *credentials.files))}", *missing])
+
+
+def _parity(surveyed: "tuple[SurveyedFolder, ...]") -> Iterator[tuple[str, str]]:
+    for one in surveyed[:_MAX_CHECKPOINTS]:
+        yield printable(one.path.name) or ".", _parity_of(one)
+    if len(surveyed) > _MAX_CHECKPOINTS:
+        yield "...", f"{len(surveyed) - _MAX_CHECKPOINTS:,} more checkpoints (--json lists them)"
+
+
+def _parity_of(one: "SurveyedFolder") -> str:
+    if one.problem is not None:
+        return "cannot be read"
+    if not one.has_parity:
+        return "none"
+    what = f"any {one.losses} of {one.domains:,} domains may be lost ({one.by})"
+    return what if one.fits else f"{what}, but it does not fit"
 
 
 def _yes(answer: bool | None) -> str:

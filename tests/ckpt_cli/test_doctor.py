@@ -2,17 +2,22 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckpt.doctor.credentials import STORES
+from ckpt.doctor.examination import LOCAL_FILE_SYSTEMS
 from ckpt.doctor.file_system import find_kind
 from ckpt.doctor.packages import NEEDED, OPTIONAL
 from ckpt_cli.commands.doctor import UNFIT
-from damage import ckpt
+from ckpt_formats.parity.manifest import FOLDER
+from damage import SAMPLES, ckpt
 
 ROOT = Path(__file__).parents[2]
 SECRET = "hunter2-AKIA-do-not-show"
@@ -151,3 +156,69 @@ def test_every_package_of_the_installation_is_looked_at() -> None:
     extras = project["optional-dependencies"]
     for extra in set(extras) - {"bench", "test", "site", "release"}:
         assert names(extras[extra]) <= set(OPTIONAL), extra
+
+
+def of_parity(run: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The checkpoints of a run, and by the first words of what is missing, what fixes it."""
+    report = json.loads(ckpt("doctor", run, "--json").out)
+    assert report["ok"]
+    named = {one["what"]: one["remedy"] for one in report["shortcomings"] if str(run) in one["what"]}
+    return report["parity"], named
+
+
+def test_doctor_says_which_checkpoints_of_a_run_have_no_parity(tmp_path: Path) -> None:
+    for step in (1, 2, 10):
+        shutil.copytree(SAMPLES / "universal-1-plain", tmp_path / f"step-{step}")
+    assert ckpt("protect", tmp_path / "step-1", "--lose", "1").code == 0
+    parity, named = of_parity(tmp_path)
+    assert [(Path(one["path"]).name, one["losses"], one["fits"]) for one in parity] == [
+        ("step-10", 0, False), ("step-2", 0, False), ("step-1", 1, True)]  # fmt: skip
+    assert named[f"{tmp_path}/step-10 (and 1 more): no parity"] == f"ckpt protect '{tmp_path}/step-10' --lose 2"
+    text = ckpt("doctor", tmp_path).out
+    assert "step-10        none\n  step-2         none\n  step-1         any 1 of" in text
+    # On a disk that goes with its machine, parity beside its files goes too.
+    is_local = json.loads(ckpt("doctor", tmp_path, "--json").out)["file_system"]["kind"] in LOCAL_FILE_SYSTEMS
+    near = [remedy for what, remedy in named.items() if "on this disk" in what]
+    assert near == [f"ckpt protect '{tmp_path}/step-1' --lose 1 --into /OTHER/DISK --overwrite"] * is_local
+    assert ckpt("doctor", tmp_path / "step-1").out.count("step-1   ") == 1
+
+
+def test_doctor_says_which_parity_does_not_fit_its_files(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(SAMPLES / "deepspeed-0.19-zero1-bf16-dp2", run)
+    assert ckpt("protect", run, "--lose", "2", "--by", "node:1").code == 0
+    [first], _ = of_parity(run)
+    assert (first["fits"], first["by"], first["losses"]) == (True, "node:1", 2)
+    largest = max((path for path in run.rglob("*.pt")), key=lambda path: path.stat().st_size)
+    changed = bytes(byte ^ 1 for byte in largest.read_bytes())
+    largest.write_bytes(changed)  # saved again under its name, with the same length
+    os.utime(largest, ns=(time.time_ns() + 10**12,) * 2)
+    (run / "latest").unlink()
+    (run / "notes.txt").write_text("new")
+    (run / FOLDER / "1" / "group-000").write_bytes(b"")
+    [now], named = of_parity(run)
+    assert not now["fits"]
+    assert now["changed"] == sorted(["latest", largest.relative_to(run).as_posix()])
+    assert now["unprotected"] == ["notes.txt"]
+    assert now["damaged_parity"] == [str(run / FOLDER / "1" / "group-000")]
+    fixes = "\n".join(named.values())
+    assert (
+        f"ckpt repair '{run}' --dry-run; if you changed it on purpose, ckpt protect '{run}' --lose 2 --by node:1"
+        in fixes
+    )
+    assert "but it does not fit" in ckpt("doctor", run).out
+    for manifest in run.rglob("manifest"):
+        manifest.write_bytes(manifest.read_bytes()[:-1])
+    [torn], named = of_parity(run)
+    assert "does not fit its checksum" in torn["problem"]
+    assert [what for what in named if "its parity cannot be read" in what]
+
+
+def test_doctor_names_parity_of_a_single_domain(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(SAMPLES / "deepspeed-0.19-zero1-bf16-dp2", run)
+    assert ckpt("protect", run, "--lose", "1", "--by", "node:8").code == 0
+    _, named = of_parity(run)
+    assert named[f"{run}: all files are lost together (--by node:8), so its parity is a copy of them"] == (
+        f"ckpt protect '{run}' --lose 1 --overwrite"
+    )

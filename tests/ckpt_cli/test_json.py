@@ -85,7 +85,7 @@ RUNS: dict[str, list[list[Any]]] = {
     "merge-lora": [["a.safetensors", "adapter", "l.safetensors"], ["a.safetensors", "adapter", "x", "--dry-run"]],
     "compress": [["u", "c"], ["u", "x", "--dry-run"]],
     "decompress": [["c", "back"], ["c", "x", "--dry-run"]],
-    "doctor": [[]],
+    "doctor": [[], ["u"]],
     "commit": [["u"]],
     "copy": [["u", "copied"], ["u", "x", "--dry-run"]],
     "seal": [["a.safetensors", "--dry-run"], ["a.safetensors"]],

@@ -12,15 +12,15 @@ FORMATS = Path(claims.__file__).parents[1]
 
 LIMITS = {
     "ckpt_cli": (8, 13),  # `main` tells notes and progress to be quiet
-    # `doctor` and `planning` stand alone; `shadow` adds bases to chains, runs jobs, is read as a checkpoint; `copying`
-    # runs the pipeline on files, not on tensors, and changes chains
+    # `planning` stands alone; `doctor` also says what parity there is; `shadow` adds bases to chains, runs jobs, is
+    # read as a checkpoint; `copying` runs the pipeline on files, not on tensors, and changes chains
     # `partial` mixes two states, for chains and for whoever lost blocks; `reading` writes nothing
     # `serving` sends the files of chains; where and to whom, shadows decide alike
     # `publishing` and `following` write and read published chains: the one needs nothing of the other
     # `runs` is about the checkpoints of a run: it finds, verifies and removes them; `watch` stores each in a chain or
     # as a copy, and compares values before it removes one; `publishing` follows a run by the same loop
     # `protection` writes parity beside files of any format, and repairs them
-    "ckpt": (21, 35),
+    "ckpt": (21, 36),
     # `parity` is about blocks of files, whatever their format is
     "ckpt_formats": (9, 20),  # `stores` reads what lies in buckets; `registry` lists the folder of a run there
     "ckpt_codecs": (14, 51),  # `quantised` gives the values of weights that other libraries quantised

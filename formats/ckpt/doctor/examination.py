@@ -5,9 +5,10 @@ package imports no other package of third parties until it looks at them, so tha
 """
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt.doctor.credentials import StoreCredentials, find_credentials
 from ckpt.doctor.file_system import FileSystem, try_file_system
@@ -15,6 +16,9 @@ from ckpt.doctor.machine import Machine, describe_machine
 from ckpt.doctor.packages import Package, find_packages
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.core.version import VERSION
+
+if TYPE_CHECKING:
+    from ckpt.protection.survey import SurveyedFolder
 
 MIN_OPEN_FILES = 1024
 """A checkpoint of hundreds of ranks has hundreds of files, which are read by several threads."""
@@ -24,6 +28,8 @@ MIN_SHARED_NBYTES = 128 << 20
 """Containers often start with 64 MiB, which is too little for a log that is kept there."""
 MIN_FREE_NBYTES = 1 << 30
 MIN_FREE_FILES = 10_000
+LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
+"""Those that are lost with their machine, or with its disk."""
 
 
 _INSTRUCTIONS = {1: "any 64-bit ARM", 2: "x86-64-v2", 3: "x86-64-v3"}
@@ -71,6 +77,8 @@ class Examination:
     file_system: FileSystem
     machine: Machine
     stores: tuple[StoreCredentials, ...]
+    parity: "tuple[SurveyedFolder, ...]"
+    """The checkpoints that are here, the newest first, and what there is of parity for them."""
     shortcomings: tuple[Shortcoming, ...]
 
     @property
@@ -83,10 +91,12 @@ def examine(folder: Path, environment: Mapping[str, str], home: Path) -> Examina
     """Look at this installation, and try what the file system of an existing folder can do.
 
     `environment` and `home` say which credentials are present; their values get nowhere. The trials write at most
-    16 MiB in a hidden folder, which is removed.
+    16 MiB in a hidden folder, which is removed. If the folder has checkpoints, at most 64 MiB of them are read.
     """
     packages, kernels = find_packages(), try_kernels()
     file_system, machine = try_file_system(folder), describe_machine()
+    # Where nothing can be written, no parity can be either.
+    parity = () if kernels.problem or file_system.problem else _survey(folder)
     return Examination(
         version=VERSION,
         python=f"{platform.python_implementation()} {platform.python_version()}",
@@ -95,13 +105,24 @@ def examine(folder: Path, environment: Mapping[str, str], home: Path) -> Examina
         file_system=file_system,
         machine=machine,
         stores=find_credentials(environment, home),
+        parity=parity,
         shortcomings=(
             *_of_packages(packages),
             *_of_kernels(kernels),
             *_of_file_system(file_system),
             *_of_machine(machine),
+            *_of_parity(parity, file_system.kind),
         ),
     )
+
+
+def _survey(folder: Path) -> "tuple[SurveyedFolder, ...]":
+    """The checkpoints here with their parity; none if a package is missing that reads them."""
+    try:
+        from ckpt.protection.survey import survey
+    except ImportError:
+        return ()
+    return survey(folder)
 
 
 def try_kernels() -> LoadedKernels:
@@ -207,3 +228,55 @@ def _of_machine(machine: Machine) -> Iterator[Shortcoming]:
             "docker run --shm-size=8g ..., or mount -o remount,size=8g /dev/shm",
             False,
         )
+
+
+def _of_parity(surveyed: "Sequence[SurveyedFolder]", kind: str | None) -> Iterator[Shortcoming]:
+    """One shortcoming of each kind: it names the newest checkpoint that has it, and counts the others."""
+
+    def some(those: "Sequence[SurveyedFolder]", what: str) -> str:
+        others = f" (and {len(those) - 1:,} more)" if len(those) > 1 else ""
+        return f"{printable(str(those[0].path))}{others}: {what}"
+
+    repair = "ckpt repair '{}'"
+    if none := [one for one in surveyed if not one.has_parity]:
+        feature = "repair of files that are lost or damaged"
+        remedy = _protect(none[0])
+        yield Shortcoming(some(none, "no parity"), feature, remedy, False)
+    if unreadable := [one for one in surveyed if one.problem is not None]:
+        first = unreadable[0]
+        what = f"its parity cannot be read: {printable(first.problem or '')}"
+        remedy = f"{_protect(first)} --overwrite"
+        yield Shortcoming(some(unreadable, what), "repair of this checkpoint", remedy, False)
+    if changed := [one for one in surveyed if one.changed]:
+        first = changed[0]
+        place, count = printable(str(first.path)), len(first.changed)
+        files = "1 file is" if count == 1 else f"{count:,} files are"
+        what = f"{files} not what was protected, such as {printable(first.changed[0])}"
+        remedy = f"{repair.format(place)} --dry-run; if you changed it on purpose, {_protect(first)} --overwrite"
+        yield Shortcoming(some(changed, what), "repair of this checkpoint", remedy, False)
+    if unprotected := [one for one in surveyed if one.unprotected]:
+        first = unprotected[0]
+        count = len(first.unprotected)
+        files = "1 file" if count == 1 else f"{count:,} files"
+        what = f"{files} without parity, such as {printable(first.unprotected[0])}"
+        remedy = f"{_protect(first)} --overwrite"
+        yield Shortcoming(some(unprotected, what), "repair of these files", remedy, False)
+    if damaged := [one for one in surveyed if one.damaged_parity]:
+        what = f"parity is damaged or lost, such as {printable(str(damaged[0].damaged_parity[0]))}"
+        remedy = repair.format(printable(str(damaged[0].path)))
+        yield Shortcoming(some(damaged, what), "repair of all that parity promises", remedy, False)
+    if single := [one for one in surveyed if one.domains == 1]:
+        what = f"all files are lost together (--by {single[0].by}), so its parity is a copy of them"
+        remedy = f"{_protect(single[0], by='file')} --overwrite"
+        yield Shortcoming(some(single, what), "repair with less space than a copy", remedy, False)
+    if kind in LOCAL_FILE_SYSTEMS and (near := [one for one in surveyed if one.losses and one.is_on_one_disk]):
+        remedy = f"{_protect(near[0])} --into /OTHER/DISK --overwrite"
+        what = f"its {near[0].domains:,} domains and their parity are all on this disk ({kind})"
+        yield Shortcoming(some(near, what), "survival of this disk or machine", remedy, False)
+
+
+def _protect(one: "SurveyedFolder", by: str | None = None) -> str:
+    """The command that writes its parity, anew as it is."""
+    by = by or one.by or "file"
+    domains = {"file": "", "table": " --domains TABLE"}.get(by, f" --by {printable(by)}")
+    return f"ckpt protect '{printable(str(one.path))}' --lose {one.losses or 2}{domains}"

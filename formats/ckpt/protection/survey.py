@@ -1,0 +1,167 @@
+"""Say of the checkpoints in a folder whether they have parity, and whether it fits their files and survives a disk.
+
+Names, lengths and times are compared, and of files that are newer than the manifest one block, so that a checkpoint
+that was saved again under its name is noticed; `ckpt verify` compares all blocks.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ckpt.protection.damage import all_files
+from ckpt.protection.protect import is_protected
+from ckpt_formats.core.arguments import Checked, Count
+from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.folders import below
+from ckpt_formats.parity.blocks import BlockAddress, ProtectedFolder, find_parity, manifest_copies, read_block
+from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER
+from ckpt_formats.registry.location import checkpoints_in, is_checkpoint
+
+MAX_FOLDERS = 1000
+"""Folders that are looked at: the newest by name."""
+MAX_BLOCKS = 64
+"""Blocks that are compared in all: at most 64 MiB are read."""
+_CHAIN = "chain.json"
+
+
+@dataclass(frozen=True)
+class SurveyedFolder(Checked):
+    """The folder of a checkpoint, and what there is of parity for it."""
+
+    path: Path
+    losses: Count
+    """How many domains of a group may be lost; 0 without parity."""
+    domains: Count
+    by: str | None
+    """What a domain is: `file`, `folder`, `node:N` or `table`."""
+    unprotected: tuple[str, ...] = ()
+    """Files that parity does not know: they are newer than it."""
+    changed: tuple[str, ...] = ()
+    """Files that are missing, or have another length or another content than was protected."""
+    damaged_parity: tuple[Path, ...] = ()
+    """Files of parity that are missing or have another length."""
+    is_on_one_disk: bool = False
+    """Whether all files and all parity are in one file system."""
+    problem: str | None = None
+    """Why its parity cannot be read."""
+
+    @property
+    def has_parity(self) -> bool:
+        return self.losses > 0 or self.problem is not None
+
+    @property
+    def fits(self) -> bool:
+        """Whether parity is whole and is that of these files, as far as it was compared."""
+        return self.losses > 0 and not (self.unprotected or self.changed or self.damaged_parity or self.problem)
+
+
+def survey(folder: Path) -> tuple[SurveyedFolder, ...]:
+    """The checkpoints at a path: it is one, a chain, or the folder of a run. None are there: an empty tuple.
+
+    At most `MAX_FOLDERS` are looked at. Raises nothing for what cannot be read: `problem` says so.
+    """
+    return tuple(_surveyed(list(_roots(folder))[-MAX_FOLDERS:]))
+
+
+def _roots(folder: Path) -> Iterator[Path]:
+    """The folders that have parity of their own, or could have it."""
+    if os.path.lexists(folder / FOLDER):
+        yield folder
+        return
+    try:
+        if (folder / _CHAIN).is_file():
+            yield from sorted(one for one in folder.iterdir() if one.is_dir() and is_checkpoint(one))
+        elif is_checkpoint(folder):
+            yield folder
+        else:
+            yield from (one for one in checkpoints_in(folder) if one.is_dir())
+    except (CkptError, OSError):
+        return
+
+
+def _surveyed(roots: Sequence[Path]) -> Iterator[SurveyedFolder]:
+    left = MAX_BLOCKS
+    for root in reversed(roots):  # the newest first, which count most
+        try:
+            parity = find_parity(root)
+        except (CkptError, OSError) as error:
+            there = os.path.lexists(root / FOLDER)
+            yield SurveyedFolder(root, 0, 0, None, problem=str(error).splitlines()[0] if there else None)
+            continue
+        try:
+            one, blocks = _compared(parity, left)
+        except (CkptError, OSError) as error:
+            yield SurveyedFolder(root, 0, 0, None, problem=str(error).splitlines()[0])
+            continue
+        left -= blocks
+        yield one
+
+
+def _compared(parity: ProtectedFolder, most: int) -> tuple[SurveyedFolder, int]:
+    """What is known of a protected folder, and how many blocks were read for it."""
+    manifest, root = parity.manifest, parity.root
+    there = {name: file.stat() for name, file in below(root) if is_protected(name)}
+    known = {file.name: file.nbytes for file in manifest.files}
+    changed = [name for name, nbytes in known.items() if name not in there or there[name].st_size != nbytes]
+    written = max((path.stat().st_mtime_ns for path in manifest_copies([root / FOLDER]) if path.is_file()), default=0)
+    newer = {
+        name for name, nbytes in known.items() if nbytes and name not in changed and there[name].st_mtime_ns > written
+    }
+    places = [(at, name) for at, name in _middle_blocks(parity) if name in newer][:most]
+    changed += _of_another_content(parity, places)
+    wrong = [path for path, nbytes, is_parity in all_files(parity) if is_parity and _size(path) != nbytes]
+    disks = {one.st_dev for one in there.values()} | {_device(place) for place in parity.places}
+    return (
+        SurveyedFolder(
+            path=root,
+            losses=manifest.parities,
+            domains=sum(len(group.domains) for group in manifest.groups),
+            by=manifest.by,
+            unprotected=tuple(sorted(there.keys() - known.keys())),
+            changed=tuple(sorted(changed)),
+            damaged_parity=tuple(wrong),
+            is_on_one_disk=len(disks - {None}) == 1,
+        ),
+        len(places),
+    )
+
+
+def _middle_blocks(parity: ProtectedFolder) -> Iterator[tuple[BlockAddress, str]]:
+    """The block in the middle of each file, with the file's name: its start often has only a header."""
+    for number, group in enumerate(parity.manifest.groups):
+        for column, domain in enumerate(group.domains):
+            stripe = 0
+            for file in domain.files:
+                if file.block_count:
+                    yield BlockAddress(number, column, stripe + file.block_count // 2), file.name
+                stripe += file.block_count
+
+
+def _of_another_content(parity: ProtectedFolder, places: Iterable[tuple[BlockAddress, str]]) -> Iterator[str]:
+    buffer = np.empty(BLOCK_NBYTES, np.uint8)
+    with Reader(check=False) as reader:
+        for at, name in places:
+            place = parity.place(at)
+            try:
+                if read_block(reader, place, buffer[: place.nbytes]) != parity.hash(at):
+                    yield name
+            except CkptError:
+                yield name
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _device(path: Path) -> int | None:
+    try:
+        return path.stat().st_dev
+    except OSError:
+        return None
