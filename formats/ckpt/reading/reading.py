@@ -29,7 +29,7 @@ from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import Identities, check_unchanged
 from ckpt_formats.core.interchange import MappedFiles
 from ckpt_formats.core.seals import Seal
-from ckpt_formats.core.tensor import Array, Tensor
+from ckpt_formats.core.tensor import Array, Tensor, mapped_array
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.value_changes import check_allowed, totals
 
@@ -102,7 +102,7 @@ class Reading:
         for name, parameter in self._checkpoint.items():
             weight = parameter.weight
             with at_tensor(printable(name)):
-                mapped = None if files is None else files.array(weight)
+                mapped = None if files is None else mapped_array(weight, files)
             arrays[name] = _new_array(weight.shape, weight.dtype) if mapped is None else mapped
             if mapped is None:
                 unread.append((weight, arrays[name]))

@@ -19,7 +19,7 @@ from ckpt_formats.core.similar_names import UnknownNameError
 from ckpt_formats.core.state_names import MASTER as MASTER
 from ckpt_formats.core.state_names import MODEL as MODEL
 from ckpt_formats.core.state_names import STORED_MASTER, STORED_MODEL, States, renamed
-from ckpt_formats.core.tensor import Array, BlockIndexer, FlatIndexer, Tensor
+from ckpt_formats.core.tensor import Array, BlockIndexer, FlatIndexer, Tensor, block_to_torch
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, brief
 
@@ -412,7 +412,7 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
         `CorruptError` if a file was replaced since the checkpoint was opened. Checksums are not compared: see
         `ckpt.verify`.
         """
-        from ckpt_formats.core.interchange import MappedFiles, block_to_torch
+        from ckpt_formats.core.interchange import MappedFiles
 
         files = MappedFiles(self.identities) if mmap else None
         state: dict[str, TorchTensor] = {}

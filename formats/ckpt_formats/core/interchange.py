@@ -9,18 +9,16 @@ import ctypes
 import mmap
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
 from ckpt_formats.core.dtypes import DTYPES, DType
-from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import open_to_read, unreadable
-from ckpt_formats.core.geometry import block_of_key
+from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.open_file import LocalFile
-from ckpt_formats.core.store_path import is_remote
-from ckpt_formats.core.tensor import FileBlob, Tensor, checked_read
 
 if TYPE_CHECKING:
     import torch
@@ -42,20 +40,6 @@ _CAPSULES = {b"dltensor": 20, b"dltensor_versioned": 52}
 """The capsules that NumPy exports, and the offset of the type code in what they point to: dlpack.h on 64 bits."""
 
 
-def block_to_torch(
-    tensor: Tensor, key: Any, files: MappedFiles | None = None, identities: Identities | None = None
-) -> TorchTensor:
-    """Return a block of a tensor, as NumPy's basic indexing selects it, as a tensor of torch.
-
-    Its memory is where the values lie in `files`, if they lie there in one piece; else it is new, and only this block
-    is read. Raises as `Tensor.torch`, and `CorruptError` for a file that is not the one of `identities`.
-    """
-    box, remainder = block_of_key(key, tensor.shape)
-    mapped = None if files is None else files.array(tensor)
-    values = checked_read(tensor.crop(box), identities) if mapped is None else mapped[box.index]
-    return to_torch(values[(*remainder, ...)])
-
-
 def from_torch(tensor: TorchTensor) -> Array:
     """Return the values of a tensor of torch as an array of the same shape and dtype. In CPU memory, both share it.
 
@@ -68,21 +52,6 @@ def from_torch(tensor: TorchTensor) -> Array:
         raise UnsupportedError(f"no checkpoint holds elements of type {tensor.dtype}")
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     values: Array = flat.view(torch.uint8).numpy().view(dtype).reshape(tuple(tensor.shape))
-    return values
-
-
-def mapped_block(tensor: Tensor, key: Any, files: MappedFiles) -> Array | None:
-    """A block of a tensor, as NumPy's basic indexing selects it, where its values lie in `files`: read-only.
-
-    The array has any shape and dtype, those of the block. None if the tensor does not lie there in one piece. Raises
-    as `Tensor.mapped`.
-    """
-    box, remainder = block_of_key(key, tensor.shape)
-    mapped = files.array(tensor)
-    if mapped is None:
-        return None
-    values = mapped[box.index][(*remainder, ...)]
-    values.flags.writeable = False
     return values
 
 
@@ -135,6 +104,26 @@ def to_dlpack(values: Array, options: dict[str, Any]) -> Any:
     return capsule
 
 
+class FilePiece(Protocol):
+    """Values that lie in a file in C order without holes, at an aligned offset: any shape, dtype of NumPy or ours."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first element to the end of the last."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def dtype(self) -> DType: ...
+
+
 class MappedFiles:
     """Files mapped into memory, each once: copy on write, so what changes an array never changes the file."""
 
@@ -143,38 +132,21 @@ class MappedFiles:
         self._identities = identities
         self._files: dict[Path, mmap.mmap] = {}
 
-    def array(self, tensor: Tensor) -> Array | None:
-        """Return the values where they lie in a mapped file, of any shape and dtype of NumPy or `ml_dtypes`.
-
-        None if they do not lie in one piece of a local file.
+    def array(self, piece: FilePiece) -> Array:
+        """Return the values of a piece where they lie in the mapped file, of its shape and dtype.
 
         Raises `CorruptError` if the file is too short or was replaced, `NotFoundError` if it cannot be read.
         """
-        blob = _packed_blob(tensor)
-        if blob is None:
-            return None
-        if blob.path not in self._files:
-            self._files[blob.path] = _map_whole(blob.path, self._identities)
-        file = self._files[blob.path]
-        if blob.offset + blob.span > len(file):
+        if piece.path not in self._files:
+            self._files[piece.path] = _map_whole(piece.path, self._identities)
+        file = self._files[piece.path]
+        if piece.offset + piece.span > len(file):
             raise CorruptError(
-                f"the file ends at byte {len(file)}, but a tensor reaches to byte {blob.offset + blob.span}",
-                where=blob.path,
+                f"the file ends at byte {len(file)}, but a tensor reaches to byte {piece.offset + piece.span}",
+                where=piece.path,
                 hint="It was truncated, or is still being written: copy it again.",
             )
-        return np.frombuffer(file, blob.dtype, prod(blob.shape), blob.offset).reshape(blob.shape)
-
-
-def _packed_blob(tensor: Tensor) -> FileBlob | None:
-    """The one aligned piece of a local file that has all values of a tensor; None if there is no such piece."""
-    for problem in tensor.problems():
-        raise IncompleteError(str(problem))
-    if tensor.replicas or not tensor.size or len(tensor.fragments) != 1:
-        return None
-    blob = tensor.fragments[0].blob
-    if not isinstance(blob, FileBlob) or is_remote(blob.path) or not blob.is_packed:
-        return None
-    return None if blob.offset % blob.dtype.alignment else blob
+        return np.frombuffer(file, piece.dtype, prod(piece.shape), piece.offset).reshape(piece.shape)
 
 
 def _map_whole(path: Path, identities: Identities | None) -> mmap.mmap:

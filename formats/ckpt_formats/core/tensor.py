@@ -26,9 +26,10 @@ from ckpt_formats.core.geometry import Box, Shape, block_of_key, flat_boxes, mis
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.short_repr import short_repr
+from ckpt_formats.core.store_path import is_remote
 
 if TYPE_CHECKING:
-    from ckpt_formats.core.interchange import TorchTensor
+    from ckpt_formats.core.interchange import MappedFiles, TorchTensor
 
 Array = np.ndarray[Any, DType]
 
@@ -517,9 +518,15 @@ class Tensor(Blob):
 
         Raises `IndexError`, `IncompleteError` if blocks are missing, `NotFoundError` and `CorruptError` for the file.
         """
-        from ckpt_formats.core.interchange import MappedFiles, mapped_block
+        from ckpt_formats.core.interchange import MappedFiles
 
-        return mapped_block(self, key, MappedFiles())
+        box, remainder = block_of_key(key, self.shape)
+        values = mapped_array(self, MappedFiles())
+        if values is None:
+            return None
+        block = values[box.index][(*remainder, ...)]
+        block.flags.writeable = False
+        return block
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """All values, read into memory: `np.asarray(tensor)`."""
@@ -560,7 +567,7 @@ class Tensor(Blob):
         Raises `IndexError`, `UnsupportedError` if torch or its dtype is missing, and `CkptError` for what cannot be
         read.
         """
-        from ckpt_formats.core.interchange import MappedFiles, block_to_torch
+        from ckpt_formats.core.interchange import MappedFiles
 
         return block_to_torch(self, key, MappedFiles() if mmap else None)
 
@@ -702,6 +709,37 @@ def checked_read(tensor: Tensor, identities: Identities | None = None) -> Array:
         values = read(tensor, reader)
         check_allowed(totals(reader.changes.seen()))
     return values
+
+
+def block_to_torch(
+    tensor: Tensor, key: Any, files: "MappedFiles | None" = None, identities: Identities | None = None
+) -> "TorchTensor":
+    """Return a block of a tensor, as NumPy's basic indexing selects it, as a tensor of torch.
+
+    Its memory is where the values lie in `files`, if they lie there in one piece; else it is new, and only this block
+    is read. Raises as `Tensor.torch`, and `CorruptError` for a file that is not the one of `identities`.
+    """
+    from ckpt_formats.core.interchange import to_torch
+
+    box, remainder = block_of_key(key, tensor.shape)
+    mapped = None if files is None else mapped_array(tensor, files)
+    values = checked_read(tensor.crop(box), identities) if mapped is None else mapped[box.index]
+    return to_torch(values[(*remainder, ...)])
+
+
+def mapped_array(tensor: Tensor, files: "MappedFiles") -> Array | None:
+    """All values of a tensor where they lie in a file that `files` maps; None if they lie in no single aligned piece.
+
+    Raises `IncompleteError` if blocks are missing, and as `MappedFiles.array`.
+    """
+    for problem in tensor.problems():
+        raise IncompleteError(str(problem))
+    if tensor.replicas or not tensor.size or len(tensor.fragments) != 1:
+        return None
+    blob = tensor.fragments[0].blob
+    if not isinstance(blob, FileBlob) or is_remote(blob.path) or not blob.is_packed:
+        return None
+    return None if blob.offset % blob.dtype.alignment else files.array(blob)
 
 
 def replicas_differ(tensor: Tensor, replica: Tensor) -> CorruptError:
