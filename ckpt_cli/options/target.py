@@ -227,7 +227,7 @@ protecting = click.option(
     "--protect",
     type=click.IntRange(1, 32),
     metavar="M",
-    help="Then write parity that replaces any M files, as `ckpt protect` does.",
+    help="Then write parity that replaces any M files, or parts of a single one, as `ckpt protect` does.",
 )
 overwriting = click.option(
     "--overwrite", is_flag=True, help="Replace a checkpoint at TARGET. It goes when the new one is complete."
@@ -235,14 +235,11 @@ overwriting = click.option(
 
 
 def _check_protected(target: str) -> None:
-    """Raise `UsageError` if parity cannot be written for a target: one in a store, or a single file."""
-    from ckpt_formats.registry.endings import format_of_ending
+    """Raise `UsageError` if parity cannot be written for a target: one in a store."""
     from ckpt_formats.stores.location import is_url
 
     if is_url(target):
         raise click.UsageError("--protect writes parity in the file system only: write a folder, then `ckpt copy` it.")
-    if not target.endswith("/") and format_of_ending(Path(target)) is not None:
-        raise click.UsageError("--protect is about the files of a folder: parity of one file would be copies of it.")
 
 
 def target(default: str) -> Callable[[F], F]:

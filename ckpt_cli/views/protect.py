@@ -46,7 +46,7 @@ def _run(plan: ProtectPlan, resources: Execution) -> Protection:
 
 
 def _sizes(of: Protection) -> str:
-    things = "file" if of.domains == of.files else "domain"
+    things = "file" if of.domains == of.files else "part" if of.files == 1 else "domain"
     lose = (
         f"any {of.lose} of {of.domains} {things}s"
         if of.groups == 1
@@ -115,7 +115,7 @@ def _fate(one: "DamagedFile", written: bool) -> str:
 
 
 def _name(root: Path, path: Path) -> str:
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
+    return path.relative_to(root).as_posix() if path != root and path.is_relative_to(root) else str(path)
 
 
 def _repair_json(done: "Repair") -> dict[str, Any]:

@@ -127,7 +127,8 @@ class DamagedFolders:
             if not any(contents.values()):
                 contents["more"] = b"more"
             fill(root, contents)
-            library.protect(root, self._lose, by=generator.choice(("file", "file", "folder")), resources=RESOURCES)
+            by, jump = generator.choice((("file", 1), ("file", 1), ("folder", 1), ("file", 2)))
+            library.protect(root, self._lose, by=by, jump=jump, resources=RESOURCES)
             self._whole = contents_of(root)
         self._left -= 1
         for _ in range(generator.randint(1, self._lose + 1)):
@@ -156,9 +157,42 @@ class DamagedFolders:
         return Counter({"lost and named": 1})
 
 
+class DamagedParts:
+    """A protected file whose blocks are damaged again and again, and repaired."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._file, self._generator = folder / "single" / "file", random.Random(seed)
+        self._file.parent.mkdir()
+
+    def round(self) -> Counter[str]:
+        """Damage blocks, perhaps cut off the end, repair, and compare: all bytes, or what is named as lost."""
+        generator, file = self._generator, self._file
+        lose, whole = generator.choice((1, 2, 3)), generator.randbytes(generator.randrange(1, 9 << 20))
+        file.write_bytes(whole)
+        library.protect(file, lose, overwrite=True, resources=RESOURCES)
+        data = bytearray(whole)
+        for _ in range(generator.randint(1, lose + 1)):
+            start = generator.randrange(len(data))
+            span = data[start : start + generator.choice((1, 5000, 1 << 20))]
+            data[start : start + len(span)] = bytes(one ^ 0x55 for one in span)
+        del data[generator.choice((len(data), len(data), generator.randrange(len(data)))) :]
+        file.write_bytes(data)
+        lost = library.repair(file, resources=RESOURCES).unrepairable
+        if not lost:
+            assert file.read_bytes() == whole
+            return Counter({"repaired": 1})
+        assert file.read_bytes() == data
+        copy = file.with_name("copy")
+        copy.write_bytes(whole)
+        assert not library.repair(file, others=[copy], resources=RESOURCES).unrepairable
+        assert file.read_bytes() == whole
+        return Counter({"lost and named": 1})
+
+
 def damage(folder: Path, seed: int) -> Iterator[Round]:
-    """Yield damaged folders without end."""
-    yield from alternated({"damage": DamagedFolders(folder, seed).round})
+    """Yield damaged folders and files without end."""
+    works = {"folders": DamagedFolders(folder, seed).round, "parts": DamagedParts(folder, seed).round}
+    yield from alternated(works)
 
 
 def all_patterns(folder: Path, seed: int) -> Iterator[Round]:

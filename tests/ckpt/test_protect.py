@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import xxhash
 from pyeclib.ec_iface import ECDriver
+from safetensors.numpy import save_file
 
 import ckpt
 from ckpt.pipeline import Resources
+from ckpt_formats.core.tensor import read
 from ckpt_formats.parity import manifest
 from ckpt_formats.parity.code import multiply, parity_matrix
 from damage import BROKEN, NOT_FOUND, SAMPLES
@@ -193,6 +195,30 @@ def test_domains_beyond_a_code_are_in_groups_of_which_each_may_lose_some(tmp_pat
     assert contents_of(tmp_path / "run") == whole
 
 
+@pytest.mark.slow
+def test_parts_of_a_single_file_are_repaired_and_read_through_parity(tmp_path: Path) -> None:
+    file, whole = tmp_path / "model.safetensors", np.zeros((1, 13 * (1 << 18)), np.uint32)
+    whole[0] = np.random.default_rng(0).integers(0, 1 << 32, whole.size, np.uint32)
+    save_file({"w": whole}, file)
+    data = file.read_bytes()
+    done = ckpt.protect(file, 2, resources=TWO)
+    assert (done.files, done.domains, done.parity_nbytes) == (1, 14, 2 << 20)
+    for start, stop in ((5 << 20, 7 << 20), (12 << 20, len(data))):  # two blocks of zeros; a file that is cut short
+        changed = data[:start] + bytes(stop - start) + data[stop:]
+        file.write_bytes(changed if stop < len(data) else data[:start])
+        assert json.loads(command("verify", file, "--json").out)["ok"] is False
+        assert np.array_equal(read(ckpt.open(f"parity://{file}")["w"].weight), whole)
+        assert not ckpt.repair(file, resources=TWO).unrepairable
+        assert file.read_bytes() == data
+    file.rename(tmp_path / "copy")
+    (unrepairable,) = ckpt.repair(file, resources=TWO).unrepairable
+    assert unrepairable.lost_ranges == ((0, len(data)),)
+    assert command("repair", file, "--from", tmp_path / "copy").code == 0
+    assert file.read_bytes() == data
+    assert command("verify", file).code == 0
+    assert ckpt.protect(tmp_path, 1).files == 2  # without the parity of the file
+
+
 def test_protect_refuses_parity_that_is_there_and_replaces_it_if_asked(run: Path) -> None:
     refused = command("protect", run)
     assert refused.code == 30
@@ -212,7 +238,7 @@ def test_protect_and_repair_refuse_what_they_cannot_do(run: Path, tmp_path: Path
     (tmp_path / "file").write_text("x")
     for arguments, code, text in [
         (("protect", tmp_path / "empty"), NOT_FOUND, "no file with content"),
-        (("protect", tmp_path / "file"), NOT_FOUND, "folder of the checkpoint"),
+        (("protect", tmp_path / "file", "--by", "folder"), 2, "parts of its own"),
         (("protect", "s3://bucket/key"), 22, "ckpt copy"),
         (("protect", ZERO1, "--by", "rack"), 2, "node:N"),
         (("protect", ZERO1, "--into", ZERO1), 2, "--into"),
@@ -245,6 +271,7 @@ def test_hostile_manifests_are_refused_before_anything_is_written(run: Path) -> 
         b"", b"[]", b"{}", {"version": 2}, {"block": 1 << 10}, {"parities": 0}, {"parities": 255}, {"parities": "2"},
         {"groups": []}, {"groups": [[]]}, {"groups": None}, groups("../x", 5), groups("/etc/x", 5),
         groups("a/../../x", 5), groups(".ckpt-parity/x", 5), groups("", 5), groups("a\0b", 5), groups("x", 1 << 61),
+        {"groups": [[["domain", [["x", 5, 5]]]]]}, {"groups": [[["domain", [["x", 5], ["x", 5, 5]]]]]},
         groups("x", -1), groups("x", "5"), groups("x" * 5000, 5), groups(7, 5),
     ]:  # fmt: skip
         path.write_bytes(forged(change))
@@ -338,4 +365,6 @@ def test_commands_protect_what_they_write(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "copy.chain" / ".ckpt-parity")
     report = json.loads(command("verify", tmp_path / "copy.chain", "--json").out)
     assert report["parity"]["nbytes"] > 0
-    assert command("convert", ZERO1, tmp_path / "one.safetensors", "--protect", 1).code == 2
+    assert command("convert", ZERO1, tmp_path / "one.safetensors", "--protect", 1).code == 0
+    flip(tmp_path / "one.safetensors")
+    assert command("repair", tmp_path / "one.safetensors").code == 0

@@ -74,7 +74,7 @@ ODD: dict[str, Odd] = {
     ),
     "no files of ranks": Odd("index a.pt", 22, ("a.pt", "format torch", "ckpt convert a.pt TARGET --to dcp")),
     "a chain that has a retention": Odd("prune run.chain --keep last:3", 2, ("run.chain", "ckpt compact")),
-    "parity of a single file": Odd("protect a.pt --lose 1", 10, ("is not a folder", "a.pt", "Name the folder")),
+    "parity of a single file by folders": Odd("protect a.pt --by folder", 2, ("parts of its own", "Leave out --by")),
     "a repair without parity": Odd("repair fsdp", 10, ("has no parity", "ckpt protect")),
     "an average of more than there is": Odd("average run.chain out --last 99", 10, ("not 99", "--last ")),
     "a chain after its checkpoint": Odd(

@@ -106,8 +106,8 @@ def _ranges(places: Sequence[BlockPlace]) -> tuple[tuple[int, int], ...]:
 def all_files(folder: ProtectedFolder) -> Iterator[tuple[Path, int, bool]]:
     """All files, those of parity last: path, length, and whether it is one of parity."""
 
-    for file in folder.manifest.files:
-        yield folder.root / file.name, file.nbytes, False
+    for name, nbytes in folder.manifest.lengths.items():
+        yield folder.root / name, nbytes, False
     for number, group in enumerate(folder.manifest.groups):
         for place in folder.places:
             yield parity_file(place, number), group.parity_nbytes, True
@@ -136,9 +136,9 @@ def find_damage(
 ) -> Damage:
     """Read all blocks, and look for those that are not where they should be.
 
-    `others`: folders with files of the same names, which may have them. `leftover`: the file that an interrupted repair
-    has left for a path. Blocks are found elsewhere by their hash alone. `rebuilt`: takes blocks that are computed
-    meanwhile, and then are elsewhere.
+    `others`: folders with files of the same names, or copies of the only file, which may have them. `leftover`: the
+    file that an interrupted repair has left for a path. Blocks are found elsewhere by their hash alone. `rebuilt`:
+    takes blocks that are computed meanwhile, and then are elsewhere.
     """
     wrong = _scan(folder, resources, count, rebuilt)
     bad = frozenset(wrong)
@@ -148,7 +148,9 @@ def find_damage(
         place = folder.place(at)
         candidates = [leftover(place.path)]
         if place.path.is_relative_to(folder.root):
-            candidates += [other / place.path.relative_to(folder.root).as_posix() for other in others]
+            name = place.path.relative_to(folder.root).as_posix()
+            is_single = folder.file is not None
+            candidates += [other if is_single and not other.is_dir() else other / name for other in others]
         for path in candidates:
             if path is not None and _has(folder, at, candidate := BlockPlace(path, place.offset, place.nbytes)):
                 elsewhere[at] = candidate

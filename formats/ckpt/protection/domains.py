@@ -9,7 +9,7 @@ from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.text import printable
 from ckpt_formats.parity.code import MAX_BLOCKS
-from ckpt_formats.parity.manifest import Domain, DomainGroup, ProtectedFile
+from ckpt_formats.parity.manifest import BLOCK_NBYTES, Domain, DomainGroup, ProtectedFile
 
 MAX_TABLE = 1 << 20
 BY = "file, folder, or node:N with the number of ranks of a node"
@@ -53,6 +53,13 @@ def groups_of(domains: Sequence[Domain], parities: int, jump: int = 1) -> tuple[
         domains = sorted(domains, key=lambda domain: _rank(domain.files[0].name))
     count = max(jump, -(-len(domains) // (MAX_BLOCKS - parities)))
     return tuple(DomainGroup(tuple(domains[number::count]), parities) for number in range(count))
+
+
+def parts_of(file: ProtectedFile, count: int) -> tuple[Domain, ...]:
+    """At most so many parts of a file, which have equally many blocks but for the last one."""
+    nbytes = -(-file.block_count // min(count, file.block_count)) * BLOCK_NBYTES
+    parts = (ProtectedFile(file.name, min(nbytes, file.nbytes - at), at) for at in range(0, file.nbytes, nbytes))
+    return tuple(Domain(f"part {number}", (part,)) for number, part in enumerate(parts))
 
 
 def _rank(name: str) -> int:

@@ -22,7 +22,7 @@ from ckpt.job import AnyProgress, count_to
 from ckpt.pipeline import Resources
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.interrupts import interruptible
-from ckpt.protection.domains import domains_of, groups_of
+from ckpt.protection.domains import domains_of, groups_of, parts_of
 from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import Checked, Count, LocalPath, Range, StrPath, checked
 from ckpt_formats.core.errors import (
@@ -40,13 +40,21 @@ from ckpt_formats.core.locking import lock, unwritable
 from ckpt_formats.core.own_folder import make_own
 from ckpt_formats.core.publish import exchange, flush, flush_all, rename_new
 from ckpt_formats.core.text import PARTIAL, printable
-from ckpt_formats.parity.blocks import ProtectedFolder, ThreadReaders, encode_stripe, parity_file, places_of
-from ckpt_formats.parity.code import MAX_LOST
+from ckpt_formats.parity.blocks import (
+    ProtectedFolder,
+    ThreadReaders,
+    encode_stripe,
+    parity_file,
+    parity_folder,
+    places_of,
+)
+from ckpt_formats.parity.code import MAX_BLOCKS, MAX_LOST
 from ckpt_formats.parity.manifest import (
     FOLDER,
     HASH_NBYTES,
     NAME,
     BlockHashes,
+    DomainGroup,
     ParityManifest,
     ProtectedFile,
     check_names,
@@ -56,8 +64,10 @@ from ckpt_formats.stores.location import is_url
 
 Parities = Annotated[int, Range(1, MAX_LOST)]
 """How many domains may be lost."""
-LOCK = ".ckpt-parity.lock"
-"""In the folder, while a process writes or repairs."""
+_LOCK = ".lock"
+"""The ending of the file beside the folder with parity while a process writes or repairs."""
+_PARTS = 16
+"""For each part of a single file that may be lost, it has so many."""
 REPAIRED = ".ckpt-repaired"
 """The ending of a file that will replace a damaged one."""
 _PLAN, _JOURNAL = "plan.json", "journal"
@@ -100,8 +110,8 @@ class ProtectPlan:
         manifest = self.folder.manifest
         copies = 1 + manifest.parities
         return Protection(
-            parity=self.folder.root / FOLDER,
-            files=sum(1 for _ in manifest.files),
+            parity=self.folder.base,
+            files=len(manifest.lengths),
             nbytes=manifest.nbytes,
             parity_nbytes=manifest.parity_nbytes,
             manifest_nbytes=copies * len(self.folder.hashes.to_bytes()),
@@ -113,7 +123,7 @@ class ProtectPlan:
     @property
     def bases(self) -> tuple[Path, ...]:
         """The folders that are published: those elsewhere first, last the one in the folder, which says where."""
-        return (*dict.fromkeys(self.elsewhere), self.folder.root / FOLDER)
+        return (*dict.fromkeys(self.elsewhere), self.folder.base)
 
 
 def plan_protect(
@@ -127,41 +137,53 @@ def plan_protect(
     overwrite: bool = False,
 ) -> ProtectPlan:
     """What `protect` would do. No file is read. Raises as `protect`."""
-    root = local_folder(path)
+    given = local_folder(path)
+    root = given.parent if given.is_file() else given
     if not root.is_dir():
-        hint = (
-            "Name the folder of the checkpoint. Parity of a single file would be whole copies of it." * root.is_file()
-        )
-        raise NotFoundError(
-            "is not a folder" if root.exists() else "there is nothing here", where=root, hint=hint or None
-        )
-    there = [(name, file) for name, file in below(root) if is_protected(name)]
+        raise NotFoundError("is not a folder" if root.exists() else "there is nothing here", where=root)
+    there = [(given.name, given)] if given.is_file() else [one for one in below(root) if is_protected(one[0])]
     check_names([name for name, _ in there], root)
     identities = {file: Identity.of(file.stat()) for _, file in there}
     files = [ProtectedFile(name, identities[file].nbytes) for name, file in there]
     if not any(file.nbytes for file in files):
-        raise NotFoundError("holds no file with content", where=root)
+        raise NotFoundError("holds no file with content", where=given)
+    elsewhere = _elsewhere(given, into)
+    base = parity_folder(given)
+    if not overwrite and os.path.lexists(base):
+        raise OutputError(
+            "has parity already",
+            where=base,
+            hint="`ckpt repair --dry-run` compares it. Give --overwrite to write it anew.",
+        )
+    if given.is_file():
+        if by != "file" or domains is not None or jump != 1:
+            hint = "Leave out --by, --domains and --jump."
+            raise InvalidArgumentError("a single file is divided into parts of its own", where=given, hint=hint)
+        count = min(_PARTS * lose, MAX_BLOCKS - lose)
+        groups: tuple[DomainGroup, ...] = (DomainGroup(parts_of(files[0], count), lose),)
+        kind = "part"
+    else:
+        groups = groups_of(domains_of(files, by, domains), lose, jump)
+        kind = "table" if domains is not None else by
+    manifest = ParityManifest(groups, lose, kind, tuple(map(str, elsewhere)))
+    work = _work(base), tuple(map(_work, elsewhere))
+    name = given.name if given.is_file() else None
+    folder = ProtectedFolder(root, places_of(*work, lose), BlockHashes.empty(manifest), name)
+    return ProtectPlan(folder, elsewhere, identities, overwrite)
+
+
+def _elsewhere(given: Path, into: Sequence[Path]) -> tuple[Path, ...]:
+    """The folders that get parity instead of the one at the checkpoint. Raises as `protect`."""
     for one in into:
         if is_url(str(one).replace(":/", "://", 1)):
             hint = "Keep it in a folder, and copy that; or `ckpt copy` the checkpoint, which takes its parity along."
             raise UnsupportedError("parity is written in the file system only", where=one, hint=hint)
     elsewhere = tuple(one.absolute() for one in into)
-    if any(root.resolve() in (one.resolve(), *one.resolve().parents) for one in elsewhere):
+    if any(given.resolve() in (one.resolve(), *one.resolve().parents) for one in elsewhere):
         raise InvalidArgumentError(
-            "parity cannot be kept in the folder that it protects", where=root, hint="Leave out --into."
+            "parity cannot be kept in the folder that it protects", where=given, hint="Leave out --into."
         )
-    if not overwrite and os.path.lexists(root / FOLDER):
-        raise OutputError(
-            "has parity already",
-            where=root / FOLDER,
-            hint="`ckpt repair --dry-run` compares it. Give --overwrite to write it anew.",
-        )
-    own = domains_of(files, by, domains)
-    kind = "table" if domains is not None else by
-    manifest = ParityManifest(groups_of(own, lose, jump), lose, kind, tuple(map(str, elsewhere)))
-    work = tuple(_work(one) for one in elsewhere or (root / FOLDER,))
-    folder = ProtectedFolder(root, places_of(root, work, lose), BlockHashes.empty(manifest))
-    return ProtectPlan(folder, elsewhere, identities, overwrite)
+    return elsewhere
 
 
 @checked
@@ -180,9 +202,10 @@ def protect(
     """Write parity for all files below a folder, from which `repair` computes files or blocks that are lost.
 
     The files stay as they are, and whoever loads them does not read the parity. It lies in the folder `.ckpt-parity`.
+    A single file is divided into parts, of which so many may be damaged; parity lies beside it.
 
     Args:
-        path: The folder of a checkpoint of any format, of several, or of a chain.
+        path: The folder of a checkpoint of any format, of several, or of a chain; or a single file.
         lose: How many domains may be lost: that many times the largest domain is written.
         by: What a domain is, which is lost as a whole: `file`, `folder` (the first one in the path), or `node:N` (the
             files of N ranks, by the ranks in their names).
@@ -219,9 +242,9 @@ def run_protect(
     root = plan.folder.root
     count_bytes = count_to(plan.folder.manifest.nbytes, progress)
     try:
-        with locked(root):
+        with locked(plan.folder.base):
             _take_back(plan)
-            journal = _Journal(_work(root / FOLDER), plan)
+            journal = _Journal(_work(plan.folder.base), plan)
             journal.open()
             with journal, interruptible(count_bytes) as count:
                 _encode(plan, journal, resources, count)
@@ -236,7 +259,8 @@ def run_protect(
 
 def is_protected(name: str) -> bool:
     """Whether a file below a folder is one of the checkpoint's, not of its parity or of a repair."""
-    return FOLDER not in name.split("/") and name != LOCK and not name.endswith(REPAIRED)
+    parts = name.split("/")
+    return not any(part.endswith(FOLDER) for part in parts) and not parts[-1].endswith((FOLDER + _LOCK, REPAIRED))
 
 
 def local_folder(path: StrPath) -> Path:
@@ -249,10 +273,12 @@ def local_folder(path: StrPath) -> Path:
 
 
 @contextmanager
-def locked(root: Path) -> Iterator[None]:
-    """Within, no other process protects or repairs a folder. Raises `LockedError`."""
-    file = root / LOCK
-    error = LockedError("another process writes parity or repairs here", where=root, hint="Wait until it has ended.")
+def locked(base: Path) -> Iterator[None]:
+    """Within, no other process writes this parity, or repairs by it. Raises `LockedError`."""
+    file = base.with_name(base.name + _LOCK)
+    error = LockedError(
+        "another process writes parity or repairs here", where=base.parent, hint="Wait until it has ended."
+    )
     with lock(file, error, required=False):
         try:
             yield

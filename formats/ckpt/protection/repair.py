@@ -40,7 +40,7 @@ from ckpt_formats.parity.blocks import (
     parity_file,
     recover,
 )
-from ckpt_formats.parity.manifest import FOLDER, NAME
+from ckpt_formats.parity.manifest import NAME
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.stores.location import source_path
 
@@ -85,7 +85,7 @@ def repair(
     it is whole. What cannot be repaired is left as it is, and is in the result: `unrepairable`.
 
     Args:
-        path: The folder that `protect` was given.
+        path: The folder or file that `protect` was given.
         others: Folders or URLs with copies of files, perhaps older ones: blocks of theirs are used where hashes fit.
         parity: The folders with the parity, if they are not where they were.
         dry_run: Write nothing.
@@ -104,7 +104,7 @@ def repair(
     count_bytes = count_to(nbytes, progress)
     with ExitStack() as stack:
         if not dry_run:
-            stack.enter_context(locked(root))
+            stack.enter_context(locked(folder.base))
         count = stack.enter_context(interruptible(count_bytes))
         if dry_run:
             files = find_damage(folder, resources, count, copies, _repaired).files()
@@ -184,15 +184,16 @@ class _Rebuilt:
 
 def _short_files(folder: ProtectedFolder) -> list[tuple[Path, int]]:
     """The files that are missing or too short, with the length that they should have, of groups that replace them."""
-    result = []
+    result: dict[Path, int] = {}
+    lengths = {path: nbytes for path, nbytes, _ in all_files(folder)}
+    actual = {path: file_nbytes(path, 0) for path in lengths}
     for number, group in enumerate(folder.manifest.groups):
-        columns = [[(folder.root / file.name, file.nbytes) for file in domain.files] for domain in group.domains] + [
-            [(parity_file(place, number), group.parity_nbytes)] for place in folder.places
-        ]
-        short = [[one for one in column if file_nbytes(one[0], 0) < one[1]] for column in columns]
+        ends = [[(folder.root / file.name, file.start + file.nbytes) for file in one.files] for one in group.domains]
+        ends += [[(parity_file(place, number), group.parity_nbytes)] for place in folder.places]
+        short = [[path for path, end in column if actual[path] < end] for column in ends]
         if sum(map(bool, short)) <= group.parities:
-            result += [one for own in short for one in own]
-    return result
+            result |= {path: lengths[path] for own in short for path in own}
+    return list(result.items())
 
 
 def _created(new: Path, path: Path, nbytes: int) -> int:
@@ -331,7 +332,7 @@ def _hash_of(file: int, place: BlockPlace) -> bytes:
 def _renew_manifests(folder: ProtectedFolder) -> None:
     """Write the copies of the manifest that are missing or not whole."""
     data = folder.hashes.to_bytes()
-    for path in (folder.root / FOLDER / NAME, *(place / NAME for place in folder.places)):
+    for path in (folder.base / NAME, *(place / NAME for place in folder.places)):
         with suppress(OSError):
             if path.read_bytes() == data:
                 continue

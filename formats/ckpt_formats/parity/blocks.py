@@ -44,12 +44,19 @@ class BlockAddress:
 
 @dataclass(frozen=True)
 class ProtectedFolder:
-    """A folder with its parity: what the manifest says, and where all files are."""
+    """A folder, or a file in it, with its parity: what the manifest says, and where all files are."""
 
     root: Path
     places: tuple[Path, ...]
     """The folder of each parity."""
     hashes: BlockHashes
+    file: str | None = None
+    """The name of the file, if only that is protected."""
+
+    @property
+    def base(self) -> Path:
+        """The folder that has the parity, or the manifest that says where it is."""
+        return self.root / (FOLDER if self.file is None else f".{self.file}{FOLDER}")
 
     @property
     def manifest(self) -> ParityManifest:
@@ -67,7 +74,7 @@ class ProtectedFolder:
             return BlockPlace(self.root, 0, 0)
         number, index = domain.blocks[at.stripe]
         file = domain.files[number]
-        return BlockPlace(self.root / file.name, index * BLOCK_NBYTES, file.block_nbytes(index))
+        return BlockPlace(self.root / file.name, file.start + index * BLOCK_NBYTES, file.block_nbytes(index))
 
     def hash(self, at: BlockAddress) -> bytes:
         """The hash that a block should have."""
@@ -92,20 +99,28 @@ def parity_file(place: Path, group: int) -> Path:
     return place / f"group-{group:03}"
 
 
-def places_of(root: Path, elsewhere: Sequence[Path], parities: int) -> tuple[Path, ...]:
-    """The folder of each parity: in the folder with the parity of `root`, or in turn in those `elsewhere`."""
-    folders = elsewhere or (root / FOLDER,)
+def places_of(base: Path, elsewhere: Sequence[Path], parities: int) -> tuple[Path, ...]:
+    """The folder of each parity: in the folder with the parity, or in turn in those `elsewhere`."""
+    folders = elsewhere or (base,)
     return tuple(folders[number % len(folders)] / str(number) for number in range(parities))
 
 
-def find_parity(root: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
-    """The parity of a folder, by the first copy of its manifest that is whole.
+def parity_folder(path: Path) -> Path:
+    """The folder with the parity of a folder, or of a file, which may be missing."""
+    of_file = path.parent / f".{path.name}{FOLDER}"
+    return of_file if path.is_file() or (of_file.is_dir() and not path.exists()) else path / FOLDER
+
+
+def find_parity(path: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
+    """The parity of a folder, or of a file, by the first copy of its manifest that is whole.
 
     `elsewhere`: the folders that have the parity now, if they are not where the manifest says.
 
     Raises `NotFoundError` if there is no copy, `CorruptError` if none is whole.
     """
-    folders = (*elsewhere, root / FOLDER)
+    base = parity_folder(path)
+    root, file = (path, None) if base.parent == path else (path.parent, path.name)
+    folders = (*elsewhere, base)
     errors = list[CkptError]()
     for path in manifest_copies(folders):
         try:
@@ -116,17 +131,17 @@ def find_parity(root: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
             errors.append(error)
             continue
         there = tuple(elsewhere) or tuple(map(Path, hashes.manifest.elsewhere))
-        return ProtectedFolder(root, places_of(root, there, hashes.manifest.parities), hashes)
+        return ProtectedFolder(root, places_of(base, there, hashes.manifest.parities), hashes, file)
     if errors:
         raise errors[0]
     raise NotFoundError(
-        "has no parity", where=root, hint="`ckpt protect` writes it. If it lies in another folder: --parity FOLDER."
+        "has no parity", where=path, hint="`ckpt protect` writes it. If it lies in another folder: --parity FOLDER."
     )
 
 
-def has_parity(root: Path) -> bool:
-    """Whether a folder has parity of its own, whole or not."""
-    return (root / FOLDER).is_dir()
+def has_parity(path: Path) -> bool:
+    """Whether a folder, or a file, has parity of its own, whole or not."""
+    return parity_folder(path).is_dir()
 
 
 def protected_folders(root: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 docs/protect.md specifies the file. A file is divided into blocks of 1 MiB; the last one may be shorter. What may be
 lost together is a domain: files in a row. Of a group of domains, the n-th blocks of all are a stripe, which has m
 blocks of parity as long as its longest block; shorter ones count as if zeros followed. The parities with the number j
-of all groups are files in one folder, the place j.
+of all groups are files in one folder, the place j. If a single file is protected, its parts are the domains.
 """
 
 import json
@@ -24,7 +24,7 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.parity.code import MAX_BLOCKS
 
 FOLDER = ".ckpt-parity"
-"""The folder with the parity of the folder that it is in."""
+"""The folder with the parity of the folder that it is in. That of a single file also has the file's name before."""
 NAME = "manifest"
 BLOCK_NBYTES = 1 << 20
 HASH_NBYTES = 16
@@ -35,10 +35,12 @@ _MAX_NBYTES = 1 << 32
 
 @dataclass(frozen=True)
 class ProtectedFile:
-    """A file that is protected: its name below the folder, with slashes, and its length."""
+    """A file that is protected, or a part of one: its name below the folder, with slashes, and its length."""
 
     name: str
     nbytes: int
+    start: int = 0
+    """Where the part begins in the file: the first byte of a block."""
 
     @property
     def block_count(self) -> int:
@@ -122,6 +124,14 @@ class ParityManifest:
         """All files that are protected."""
         return (file for group in self.groups for domain in group.domains for file in domain.files)
 
+    @cached_property
+    def lengths(self) -> dict[str, int]:
+        """The length of each file by its name."""
+        lengths: dict[str, int] = {}
+        for file in self.files:
+            lengths[file.name] = max(lengths.get(file.name, 0), file.start + file.nbytes)
+        return lengths
+
     @property
     def nbytes(self) -> int:
         """The bytes of all files that are protected."""
@@ -148,8 +158,7 @@ class ParityManifest:
             "by": self.by,
             "elsewhere": list(self.elsewhere),
             "groups": [
-                [[domain.name, [[file.name, file.nbytes] for file in domain.files]] for domain in group.domains]
-                for group in self.groups
+                [[domain.name, list(map(_row, domain.files))] for domain in group.domains] for group in self.groups
             ],
         }
         return json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode()
@@ -239,10 +248,7 @@ def _manifest(fields: dict[str, Any], where: Path) -> ParityManifest:
     parities = _number(fields["parities"], 1, MAX_BLOCKS - 1)
     groups = tuple(
         DomainGroup(
-            tuple(
-                Domain(str(name), tuple(_file(file, nbytes, where) for file, nbytes in files))
-                for name, files in domains
-            ),
+            tuple(Domain(str(name), tuple(_file(where, *file) for file in files)) for name, files in domains),
             parities,
         )
         for domains in fields["groups"]
@@ -250,24 +256,33 @@ def _manifest(fields: dict[str, Any], where: Path) -> ParityManifest:
     for group in groups:
         _number(len(group.domains), 1, MAX_BLOCKS - parities)
     manifest = ParityManifest(groups, parities, str(fields["by"]), tuple(map(str, fields["elsewhere"])))
-    names = [file.name for file in manifest.files]
-    if len(set(names)) != len(names):
-        raise CorruptError("the manifest of parity names a file twice", where=where)
+    ends: dict[str, int] = {}
+    for file in sorted(manifest.files, key=lambda file: (file.name, file.start)):
+        # The parts of a file follow each other, and only its last block is shorter than others.
+        is_part = file.name in ends
+        if file.start != ends.get(file.name, 0) or (is_part and (not file.start or file.start % BLOCK_NBYTES)):
+            raise CorruptError("the manifest of parity names bytes of a file twice, or not at all", where=where)
+        ends[file.name] = file.start + file.nbytes
     return manifest
 
 
-def _file(name: str, nbytes: int, where: Path) -> ProtectedFile:
+def _row(file: ProtectedFile) -> list[Any]:
+    return [file.name, file.nbytes, file.start] if file.start else [file.name, file.nbytes]
+
+
+def _file(where: Path, name: str, nbytes: int, start: int = 0) -> ProtectedFile:
     if not isinstance(name, str):
         raise TypeError("a file has a text for its name")
     check_names([name], where)
-    return ProtectedFile(name, _number(nbytes, 0, MAX_INTEGER))
+    return ProtectedFile(name, _number(nbytes, 0, MAX_INTEGER), _number(start, 0, MAX_INTEGER))
 
 
 def check_names(names: Sequence[str], where: Path) -> None:
     """Raise `UnsafeError` for names that are not those of files below a folder, and outside its parity."""
     for name in names:
         parts = name.split("/")
-        if len(name) > MAX_PATH or "\0" in name or FOLDER in parts or not all(part.strip(".") for part in parts):
+        is_parity = any(part.endswith(FOLDER) for part in parts)
+        if len(name) > MAX_PATH or "\0" in name or is_parity or not all(part.strip(".") for part in parts):
             raise UnsafeError(f"no file that is protected can have the name `{printable(name[:80])}`", where=where)
 
 

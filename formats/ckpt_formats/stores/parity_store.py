@@ -1,4 +1,4 @@
-"""A damaged folder, read through its parity: `parity:///PATH`. Nothing is written.
+"""A damaged folder, or file, read through its parity: `parity:///PATH`. Nothing is written.
 
 Each block is compared with its hash when it is read; one that does not fit is computed from others.
 """
@@ -15,8 +15,16 @@ from ckpt_codecs.base import Array
 from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.store_path import StorePath
-from ckpt_formats.parity.blocks import BlockAddress, BlockSource, ProtectedFolder, StripeBuffers, find_parity, recover
-from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, HASH_NBYTES
+from ckpt_formats.parity.blocks import (
+    BlockAddress,
+    BlockSource,
+    ProtectedFolder,
+    StripeBuffers,
+    find_parity,
+    has_parity,
+    recover,
+)
+from ckpt_formats.parity.manifest import BLOCK_NBYTES, HASH_NBYTES
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
 
 SCHEME = "parity"
@@ -30,8 +38,8 @@ class ParityStore(ListedStore):
     def __init__(self, folder: ProtectedFolder) -> None:
         root, tag = _key(folder.root), folder.hashes.to_bytes()[-HASH_NBYTES:].hex()
         objects = {
-            f"{root}/{file.name}": StoredObject(file.nbytes, f"{tag}-{number}", 0.0)
-            for number, file in enumerate(folder.manifest.files)
+            f"{root}/{name}": StoredObject(nbytes, f"{tag}-{number}", 0.0)
+            for number, (name, nbytes) in enumerate(folder.manifest.lengths.items())
         }
         super().__init__(f"{SCHEME}://", objects, root)
         self._folder = folder
@@ -92,7 +100,7 @@ def open_parity(url: str) -> StorePath:
         raise InvalidArgumentError("has a part `..`", where=url, hint="Name the folder itself.")
     chain = place.with_name(place.name.rpartition("@")[0]) if "@" in place.name else place
     candidates = (place, chain, *place.parents)
-    root = next((one for one in candidates if (one / FOLDER).is_dir()), place)
+    root = next((one for one in candidates if has_parity(one)), place)
     return StorePath(ParityStore(find_parity(root)), _key(place))
 
 
