@@ -222,3 +222,15 @@ def test_doctor_names_parity_of_a_single_domain(tmp_path: Path) -> None:
     assert named[f"{run}: all files are lost together (--by node:8), so its parity is a copy of them"] == (
         f"ckpt protect '{run}' --lose 1 --overwrite"
     )
+
+
+def test_doctor_surveys_checkpoints_that_are_single_files(tmp_path: Path) -> None:
+    for step in (1, 2):
+        shutil.copy(SAMPLES / "universal-1-plain.tensors.safetensors", tmp_path / f"step-{step}.safetensors")
+    assert ckpt("protect", tmp_path / "step-1.safetensors").code == 0
+    parity, _ = of_parity(tmp_path)
+    shown = [(Path(one["path"]).name, one["losses"], one["by"], one["fits"]) for one in parity]
+    assert shown == [("step-2.safetensors", 0, None, False), ("step-1.safetensors", 2, "part", True)]
+    (tmp_path / "step-1.safetensors").write_bytes(b"short")
+    [_, changed], _ = of_parity(tmp_path)
+    assert changed["changed"] == ["step-1.safetensors"]

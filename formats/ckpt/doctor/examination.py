@@ -265,7 +265,7 @@ def _of_parity(surveyed: "Sequence[SurveyedFolder]", kind: str | None) -> Iterat
         what = f"parity is damaged or lost, such as {printable(str(damaged[0].damaged_parity[0]))}"
         remedy = repair.format(printable(str(damaged[0].path)))
         yield Shortcoming(some(damaged, what), "repair of all that parity promises", remedy, False)
-    if single := [one for one in surveyed if one.domains == 1]:
+    if single := [one for one in surveyed if one.domains == 1 and one.by != "part"]:
         what = f"all files are lost together (--by {single[0].by}), so its parity is a copy of them"
         remedy = f"{_protect(single[0], by='file')} --overwrite"
         yield Shortcoming(some(single, what), "repair with less space than a copy", remedy, False)
@@ -278,5 +278,5 @@ def _of_parity(surveyed: "Sequence[SurveyedFolder]", kind: str | None) -> Iterat
 def _protect(one: "SurveyedFolder", by: str | None = None) -> str:
     """The command that writes its parity, anew as it is."""
     by = by or one.by or "file"
-    domains = {"file": "", "table": " --domains TABLE"}.get(by, f" --by {printable(by)}")
+    domains = {"file": "", "part": "", "table": " --domains TABLE"}.get(by, f" --by {printable(by)}")
     return f"ckpt protect '{printable(str(one.path))}' --lose {one.losses or 2}{domains}"

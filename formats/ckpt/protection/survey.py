@@ -4,7 +4,6 @@ Names, lengths and times are compared, and of files that are newer than the mani
 that was saved again under its name is noticed; `ckpt verify` compares all blocks.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,15 @@ from ckpt_formats.core.arguments import Checked, Count
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.folders import below
-from ckpt_formats.parity.blocks import BlockAddress, ProtectedFolder, find_parity, manifest_copies, read_block
-from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER
+from ckpt_formats.parity.blocks import (
+    BlockAddress,
+    ProtectedFolder,
+    find_parity,
+    has_parity,
+    manifest_copies,
+    read_block,
+)
+from ckpt_formats.parity.manifest import BLOCK_NBYTES
 from ckpt_formats.registry.location import checkpoints_in, is_checkpoint
 
 MAX_FOLDERS = 1000
@@ -30,14 +36,14 @@ _CHAIN = "chain.json"
 
 @dataclass(frozen=True)
 class SurveyedFolder(Checked):
-    """The folder of a checkpoint, and what there is of parity for it."""
+    """The folder of a checkpoint, or its only file, and what there is of parity for it."""
 
     path: Path
     losses: Count
     """How many domains of a group may be lost; 0 without parity."""
     domains: Count
     by: str | None
-    """What a domain is: `file`, `folder`, `node:N` or `table`."""
+    """What a domain is: `file`, `folder`, `node:N` or `table`; `part` of a single file."""
     unprotected: tuple[str, ...] = ()
     """Files that parity does not know: they are newer than it."""
     changed: tuple[str, ...] = ()
@@ -68,17 +74,19 @@ def survey(folder: Path) -> tuple[SurveyedFolder, ...]:
 
 
 def _roots(folder: Path) -> Iterator[Path]:
-    """The folders that have parity of their own, or could have it."""
-    if os.path.lexists(folder / FOLDER):
+    """The folders and files that have parity of their own, or could have it."""
+    if has_parity(folder):
         yield folder
         return
     try:
         if (folder / _CHAIN).is_file():
             yield from sorted(one for one in folder.iterdir() if one.is_dir() and is_checkpoint(one))
         elif is_checkpoint(folder):
-            yield folder
+            files = sorted(one for one in folder.iterdir() if one.is_file() and not one.name.startswith("."))
+            by_file = any(has_parity(one) for one in files)
+            yield from [one for one in files if is_checkpoint(one)] if by_file else [folder]
         else:
-            yield from (one for one in checkpoints_in(folder) if one.is_dir())
+            yield from checkpoints_in(folder)
     except (CkptError, OSError):
         return
 
@@ -89,11 +97,11 @@ def _surveyed(roots: Sequence[Path]) -> Iterator[SurveyedFolder]:
         try:
             parity = find_parity(root)
         except (CkptError, OSError) as error:
-            there = os.path.lexists(root / FOLDER)
-            yield SurveyedFolder(root, 0, 0, None, problem=str(error).splitlines()[0] if there else None)
+            problem = str(error).splitlines()[0] if has_parity(root) else None
+            yield SurveyedFolder(root, 0, 0, None, problem=problem)
             continue
         try:
-            one, blocks = _compared(parity, left)
+            one, blocks = _compared(root, parity, left)
         except (CkptError, OSError) as error:
             yield SurveyedFolder(root, 0, 0, None, problem=str(error).splitlines()[0])
             continue
@@ -101,13 +109,13 @@ def _surveyed(roots: Sequence[Path]) -> Iterator[SurveyedFolder]:
         yield one
 
 
-def _compared(parity: ProtectedFolder, most: int) -> tuple[SurveyedFolder, int]:
-    """What is known of a protected folder, and how many blocks were read for it."""
-    manifest, root = parity.manifest, parity.root
-    there = {name: file.stat() for name, file in below(root) if is_protected(name)}
-    known = {file.name: file.nbytes for file in manifest.files}
+def _compared(path: Path, parity: ProtectedFolder, most: int) -> tuple[SurveyedFolder, int]:
+    """What is known of a protected folder or file, and how many blocks were read for it."""
+    manifest, known = parity.manifest, parity.manifest.lengths
+    files = [(path.name, path)] if parity.file is not None else below(path)
+    there = {name: file.stat() for name, file in files if file.is_file() and is_protected(name)}
     changed = [name for name, nbytes in known.items() if name not in there or there[name].st_size != nbytes]
-    written = max((path.stat().st_mtime_ns for path in manifest_copies([root / FOLDER]) if path.is_file()), default=0)
+    written = max((path.stat().st_mtime_ns for path in manifest_copies([parity.base]) if path.is_file()), default=0)
     newer = {
         name for name, nbytes in known.items() if nbytes and name not in changed and there[name].st_mtime_ns > written
     }
@@ -117,7 +125,7 @@ def _compared(parity: ProtectedFolder, most: int) -> tuple[SurveyedFolder, int]:
     disks = {one.st_dev for one in there.values()} | {_device(place) for place in parity.places}
     return (
         SurveyedFolder(
-            path=root,
+            path=path,
             losses=manifest.parities,
             domains=sum(len(group.domains) for group in manifest.groups),
             by=manifest.by,
@@ -131,12 +139,14 @@ def _compared(parity: ProtectedFolder, most: int) -> tuple[SurveyedFolder, int]:
 
 
 def _middle_blocks(parity: ProtectedFolder) -> Iterator[tuple[BlockAddress, str]]:
-    """The block in the middle of each file, with the file's name: its start often has only a header."""
+    """A block in the middle of each file, or of its first part, with the file's name: its start may be a header."""
+    seen = set[str]()
     for number, group in enumerate(parity.manifest.groups):
         for column, domain in enumerate(group.domains):
             stripe = 0
             for file in domain.files:
-                if file.block_count:
+                if file.block_count and file.name not in seen:
+                    seen.add(file.name)
                     yield BlockAddress(number, column, stripe + file.block_count // 2), file.name
                 stripe += file.block_count
 
