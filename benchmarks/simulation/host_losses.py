@@ -41,13 +41,15 @@ def burst_loss(scheme: PeerScheme, machines: int) -> float:
 
 
 def second_loss(scheme: PeerScheme, machines: int, chance: float) -> float:
-    """The probability that so many further machines of the same group fail before its memory is filled again.
+    """The probability that so many further machines that hold the same fail before memory is filled again.
 
     `chance`: that some machine of the job fails in that time. Each further failure counts as independent of the others.
+    Of copies, so many machines in a row of the circle are one too many, and a machine is in `spares + 1` such rows.
     """
-    product = 1.0
+    product = float(min(scheme.hosts, machines - 1)) if scheme.is_copies else 1.0
     for lost in range(1, scheme.spares + 1):
-        product *= chance * max(0, scheme.hosts - lost) / max(1, machines - lost)
+        others = scheme.spares + 1 - lost if scheme.is_copies else scheme.hosts - lost
+        product *= chance * max(0, others) / max(1, machines - lost)
     return product
 
 

@@ -198,14 +198,14 @@ def our_shadow(one: Setting, mtbf: float) -> Course:
 
 
 def our_copies(one: Setting, mtbf: float) -> Course:
-    """Each state in the memory of two hosts, as often as network and cores allow; storage is written behind."""
-    return _peers(one, mtbf, "copies:2")
+    """Each state in the memory of two other hosts, as often as network and cores allow; storage is written behind."""
+    return _peers(one, mtbf, f"copies:{2 if one.machines.value > 2 else 1}")
 
 
 def our_parity(one: Setting, mtbf: float) -> Course:
-    """The same with two parities of eight hosts' states, or of as many as there are: a quarter of the memory more."""
+    """The same with two parities of eight hosts' states, or of as many as there are, and fewer bytes in memory."""
     machines = int(one.machines.value)
-    return _peers(one, mtbf, f"parity:{min(8, machines - 2)}+2" if machines >= 4 else "copies:2")
+    return _peers(one, mtbf, f"parity:{min(8, machines - 2)}+2" if machines >= 4 else "copies:1")
 
 
 def _peers(one: Setting, mtbf: float, wish: str) -> Course:

@@ -261,30 +261,28 @@ PEERS = (*RUN, "--state", "280GiB", "--hosts", "280", "--network", "1GiB/s")
 def test_plan_of_peers_states_memory_bytes_and_losses_of_each_scheme() -> None:
     fields = planned(*PEERS, "--rack", "8")["peers"]
     schemes = {one["scheme"]: one for one in fields["schemes"]}
-    pair, parity = schemes["copies:2"], schemes["parity:8+2"]
+    pair, parity = schemes["copies:1"], schemes["parity:8+2"]
     # A host's own piece has 1 GiB; there are two generations.
-    assert (pair["memory_nbytes"], pair["sent_nbytes"], pair["send_seconds"]) == (4 * GIB, GIB, 1)
+    assert (pair["memory_nbytes"], pair["sent_nbytes"], pair["send_seconds"]) == (2 * GIB, GIB, 1)
     assert (parity["memory_nbytes"], parity["sent_nbytes"], parity["send_seconds"]) == (2.5 * GIB, 2 * GIB, 2)
     assert (pair["losses"], pair["jump"], pair["neighbours"]) == (1, 8, 8)
     assert (parity["losses"], parity["jump"], parity["neighbours"]) == (2, 8, 16)
-    assert pair["uncovered"][0] == pytest.approx(
-        1 / 257, rel=0.01
-    )  # 280 is no multiple of 16: 8 groups have three hosts
+    assert pair["uncovered"][0] == pytest.approx(2 / 279)  # the host before or after
     assert parity["uncovered"][0] == 0
     run = RunCosts(0.8, 10_800, 20, 120, 2)
     assert parity["schedule"]["waste"] == plan_schedule(run).bases.waste
 
 
 def test_plan_of_peers_recommends_what_covers_losses_with_the_least_memory() -> None:
-    assert planned(*PEERS)["peers"]["recommended"] == "parity:8+1"
+    assert planned(*PEERS)["peers"]["recommended"] == "copies:1"
     assert planned(*PEERS, "--lose", "2")["peers"]["recommended"] == "parity:16+2"
-    few = planned(*PEERS[:-4], "--hosts", "12", "--rack", "3", "--scheme", "parity:8+2", "--scheme", "copies:2")[
+    few = planned(*PEERS[:-4], "--hosts", "12", "--rack", "3", "--scheme", "parity:8+2", "--scheme", "copies:1")[
         "peers"
     ]
-    # Two groups of parity would need 20 hosts, so neighbours are in one group; six pairs are far enough apart.
+    # Two groups of parity would need 20 hosts, so neighbours are in one group; a copy is 3 hosts further.
     assert [one["covers"] for one in few["schemes"]] == [False, True]
-    assert few["recommended"] == "copies:2"
-    small = planned(*PEERS, "--host-memory", "2GiB")
+    assert few["recommended"] == "copies:1"
+    small = planned(*PEERS, "--host-memory", "1GiB")
     assert small["peers"]["recommended"] is None
     assert "within the memory of a host: more --host-memory" in texts(small)
 
@@ -303,7 +301,7 @@ def test_text_of_a_plan_of_peers_is_what_json_says() -> None:
         (("--rack", "8"), USAGE, "--hosts is missing"),
         (("--hosts", "8"), USAGE, "--state is missing"),
         (("--hosts", "8", "--state", "1GiB", "--scheme", "parity:8"), USAGE, "`parity:8` is not copies:N"),
-        (("--hosts", "1", "--state", "1GiB"), UNSUPPORTED, "copies:2 needs 2 hosts, but the run has 1"),
+        (("--hosts", "1", "--state", "1GiB"), UNSUPPORTED, "copies:1 needs 2 hosts, but the run has 1"),
     ],
 )
 def test_plan_of_peers_says_what_is_missing(arguments: tuple[str, ...], code: int, message: str) -> None:

@@ -9,8 +9,8 @@ from ckpt_formats.parity.scheme import PeerScheme
 @pytest.mark.parametrize(
     ("text", "hosts", "losses", "memory", "sent"),
     [
-        ("copies:2", 2, 1, 2.0, 1),
-        ("copies:3", 3, 2, 3.0, 2),
+        ("copies:1", 2, 1, 1.0, 1),
+        ("copies:2", 3, 2, 2.0, 2),
         ("parity:8+2", 10, 2, 1.25, 2),
         ("parity:4+1", 5, 1, 1.25, 1),
     ],
@@ -28,7 +28,7 @@ def test_a_scheme_states_hosts_losses_memory_and_bytes(
     [
         "",
         "copies",
-        "copies:1",
+        "copies:0",
         "copies:33",
         "copies:2 ",
         "parity:1+1",
@@ -43,7 +43,7 @@ def test_a_scheme_is_refused_with_what_it_may_be(text: str) -> None:
         PeerScheme.parse(text)
 
 
-@pytest.mark.parametrize("text", ["copies:2", "copies:3", "parity:8+2"])
+@pytest.mark.parametrize("text", ["parity:2+1", "parity:3+2", "parity:8+2"])
 @pytest.mark.parametrize(("hosts", "jump"), [(280, 1), (280, 7), (283, 8), (30, 3), (31, 3)])
 def test_each_host_is_in_one_group_and_no_neighbours_are_lost_together(text: str, hosts: int, jump: int) -> None:
     scheme = PeerScheme.parse(text)

@@ -77,7 +77,7 @@ def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
     assert circular(grimp.build_graph(package, cache_dir=None)) == set()
 
 
-def test_only_methods_of_checkpoints_that_begin_an_edit_import_in_a_circle() -> None:
+def test_circles_of_imports_in_formats_begin_with_edits_of_checkpoints() -> None:
     """Types alone aside: a method of `Checkpoint` imports what makes another checkpoint, or its page in a notebook."""
     graph = grimp.build_graph("ckpt_formats", cache_dir=None, exclude_type_checking_imports=True)
     for imported in ("edits", "notebook", "quantised.quantise"):

@@ -21,7 +21,7 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.parity.scheme import PeerScheme
 
 GENERATIONS = 2
-SCHEMES = ("copies:2", "copies:3", "parity:4+1", "parity:8+1", "parity:4+2", "parity:8+2", "parity:16+2", "parity:8+3")
+SCHEMES = ("copies:1", "copies:2", "parity:4+1", "parity:8+1", "parity:4+2", "parity:8+2", "parity:16+2", "parity:8+3")
 """The schemes that a plan compares if the user names none."""
 RANDOM_HOSTS = (2, 3, 4, 8)
 """How many hosts at random are lost, in `PeerPlan.uncovered`."""
@@ -56,21 +56,21 @@ class PeerPlan(Checked):
 
     scheme: str
     group: Count
-    """The hosts of a group."""
+    """The hosts of a group of parity; the fewest for copies."""
     jump: Count
-    """Hosts of a group are so far apart in the list of hosts, so that neighbours are in different groups."""
+    """Hosts that hold the same are so far apart in the list of hosts, so that neighbours hold different things."""
     losses: Count
     """Any so many hosts may be lost at once."""
     neighbours: Count
     """So many neighbours may be lost at once."""
     memory_nbytes: Count
-    """What a host holds: its own state, that of others or parity, in two generations."""
+    """What a host holds: copies of others' states, or its own state and parity; in two generations."""
     sent_nbytes: Count
     """What a host sends of each state."""
     send_seconds: float | None
     """How long that takes; None: the network's rate is not known."""
     uncovered: tuple[_Share, ...]
-    """The probability that 2, 3, 4 and 8 hosts at random are more than some group can lose."""
+    """The probability that something is lost with 2, 3, 4 and 8 hosts at random."""
     fits: bool
     """Whether the memory suffices, as far as it is known."""
     covers: bool
@@ -145,14 +145,22 @@ def _schedule(run: RunCosts, seconds: float) -> Schedule | None:
 
 @cache
 def uncovered_share(scheme: PeerScheme, hosts: int, losses: int, jump: int = 1) -> float:
-    """The probability that some group has more lost hosts than spares, if `losses` of all hosts are lost at random.
+    """The probability that something is lost, if `losses` of all hosts are lost at random.
 
-    Exact: the sets of hosts that may be lost are counted, by the coefficients of a product over all groups.
+    Exact: the sets of hosts that may be lost are counted. With parity, these are the coefficients of a product over all
+    groups. With copies, a host and all that follow it in the circle must not be lost: so many runs of lost hosts, each
+    at most `spares` long, stand between the others.
     """
-    ways = [1]
-    for size, count in Counter(map(len, scheme.groups(hosts, jump))).items():
-        ways = _product(ways, _power(_choices(size, scheme.spares), count, losses), losses)
-    return 1 - (ways[losses] if losses < len(ways) else 0) / comb(hosts, losses)
+    if scheme.is_copies:
+        there = hosts - losses
+        ways = _power([1] * (scheme.spares + 1), there, losses)
+        covered = ways[losses] * hosts // there if there and losses < len(ways) else 0
+    else:
+        ways = [1]
+        for size, count in Counter(map(len, scheme.groups(hosts, jump))).items():
+            ways = _product(ways, _power(_choices(size, scheme.spares), count, losses), losses)
+        covered = ways[losses] if losses < len(ways) else 0
+    return 1 - covered / comb(hosts, losses)
 
 
 def _choices(hosts: int, most: int) -> list[int]:

@@ -1,12 +1,11 @@
-"""Schemes of memory that hosts lend each other: copies of a host's state, or parity of several hosts' states.
+"""Schemes of memory that hosts lend each other: copies of what a host has, or parity of what several hosts have.
 
-A scheme is written `copies:N` or `parity:K+M`. Hosts form groups; the state of a host is its piece, and its own memory
-holds it in any case, because that is where a trainer that restarts on the same host reads it.
+A scheme is written `copies:N` or `parity:K+M`. What a host has of a state is its piece.
 
-- `copies:N`: N hosts form a group, and each of them holds the pieces of all. N - 1 of them may be lost (Gemini, SOSP
-  2023, has N = 2).
-- `parity:K+M`: K + M hosts form a group. Each piece counts in M parities that other hosts of the group hold, each of
-  K pieces; any M hosts may be lost.
+- `copies:N`: the N hosts that follow a host, in a circle, hold its piece. Any N hosts may be lost. Gemini (SOSP 2023)
+  has N = 1, and groups instead of a circle.
+- `parity:K+M`: K + M hosts form a group, hold their own pieces, and M parities of each K pieces. Any M hosts of each
+  group may be lost.
 """
 
 import re
@@ -25,48 +24,55 @@ _PARITY = re.compile(r"parity:(\d{1,3})\+(\d{1,3})", re.ASCII)
 
 @dataclass(frozen=True)
 class PeerScheme:
-    """How many pieces a code has, and how many of them may be lost. Copies are the code of one piece."""
+    """How many pieces a parity is computed of, and how many hosts may be lost. Copies are the code of one piece."""
 
     data: int
     """Pieces from which a parity is computed; 1 for copies."""
     spares: int
-    """Parities of so many pieces, or copies beside the own one: as many hosts of a group may be lost at once."""
+    """Parities of so many pieces, or hosts with a copy: so many hosts may be lost at once."""
 
     @classmethod
     def parse(cls, text: str) -> "PeerScheme":
         """The scheme that a text states. Raises `InvalidArgumentError`."""
-        if (match := _COPIES.fullmatch(text)) and 2 <= int(match[1]) <= MAX_COPIES:
-            return cls(1, int(match[1]) - 1)
+        if (match := _COPIES.fullmatch(text)) and 1 <= int(match[1]) <= MAX_COPIES:
+            return cls(1, int(match[1]))
         if match := _PARITY.fullmatch(text):
             data, spares = int(match[1]), int(match[2])
             if data >= 2 and 1 <= spares <= MAX_PARITIES and data + spares <= MAX_BLOCKS:
                 return cls(data, spares)
         hint = (
-            f"N is from 2 to {MAX_COPIES}, the own one included; K at least 2, M from 1 to {MAX_PARITIES}, and both "
-            f"together at most {MAX_BLOCKS}."
+            f"N is from 1 to {MAX_COPIES}; K at least 2, M from 1 to {MAX_PARITIES}, and both together at most "
+            f"{MAX_BLOCKS}."
         )
         raise InvalidArgumentError(f"`{printable(text[:60])}` is not {FORMS}", where="scheme", hint=hint)
 
     def __str__(self) -> str:
-        return f"copies:{self.spares + 1}" if self.data == 1 else f"parity:{self.data}+{self.spares}"
+        return f"copies:{self.spares}" if self.is_copies else f"parity:{self.data}+{self.spares}"
+
+    @property
+    def is_copies(self) -> bool:
+        return self.data == 1
 
     @property
     def hosts(self) -> int:
-        """The hosts of a group."""
+        """The hosts of a group; the fewest that copies need."""
         return self.data + self.spares
 
     @property
     def memory(self) -> float:
-        """What a host holds of one state, in multiples of its own piece, its own included."""
-        return 1 + self.spares / self.data
+        """What a host holds of one state, in multiples of a piece.
+
+        With parity, it holds its own piece, too, because lost ones are computed from those of others.
+        """
+        return float(self.spares) if self.is_copies else 1 + self.spares / self.data
 
     @property
     def sent(self) -> int:
-        """What a host sends of each state, in multiples of its own piece: every piece goes to each of its spares."""
+        """What a host sends of each state, in multiples of a piece: every piece goes to each of its spares."""
         return self.spares
 
     def groups(self, hosts: int, jump: int = 1) -> tuple[range, ...]:
-        """The hosts of each group, by their places in the list of hosts. Each host is in one group.
+        """The hosts of each group of parity, by their places in the list of hosts. Each host is in one group.
 
         Hosts of a group are at least `jump` apart, so that neighbours that fail together are in different groups.
         If the groups do not come out even, some have more hosts. Raises `InvalidArgumentError` for too few hosts.
@@ -86,5 +92,8 @@ class PeerScheme:
         return tuple(result)
 
     def lost_together(self, neighbours: int, jump: int) -> int:
-        """How many hosts of one group are among so many neighbours, at most, in `groups` with this jump."""
+        """How many hosts that hold parts of one piece, or its parity, are among so many neighbours, at most.
+
+        They are at least `jump` apart: those of a group, and those that follow each other in the circle of copies.
+        """
         return -(-neighbours // jump)
