@@ -12,8 +12,8 @@ from effort import TIMES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-SECONDS = 30
-"""By two processes: a minute in all."""
+SECONDS = 10
+"""By two processes: 20 s in all."""
 
 
 def test_no_kernel_is_harmed_by_hostile_bytes(tmp_path: Path) -> None:
