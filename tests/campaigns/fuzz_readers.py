@@ -35,6 +35,8 @@ from safetensors.numpy import save_file
 from ckpt.pipeline import receipts
 from ckpt.pipeline.job_note import JobNote
 from ckpt.shadow import described
+from ckpt_formats.containers.ocdbt import MANIFEST, MANIFEST_MAGIC, NODE_MAGIC, ValueRange, read_database
+from ckpt_formats.containers.ocdbt_write import database, framed
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.tensor import ZeroBlob
@@ -201,6 +203,7 @@ def make_targets(folder: Path) -> list[Target]:
         _safetensors(),
         _hf(folder),
         _msgpack(folder),
+        *_orbax(folder),
         _gguf(folder),
         *_torch(folder),
         _receipts(),
@@ -389,6 +392,89 @@ def _msgpack(folder: Path) -> Target:
         commands(place / "m.msgpack")
 
     return Target("msgpack", [(folder / "m.msgpack").read_bytes()], changed_bytes, read)
+
+
+def _orbax(folder: Path) -> list[Target]:
+    """A tree whose JSON is changed, a database whose nodes are changed under right checksums, and an old tree."""
+    folders: dict[str, Path] = {}
+    for name, options in (("second", ()), ("third", ("--zarr3", "--parts-per-axis", 2))):
+        folders[name] = folder / f"orbax-{name}"
+        assert run("convert", _small_model(folder / "orbax"), folders[name], "--to", "orbax", *options) == 0
+    seeds = []
+    for path in folders.values():
+        values = read_database(path)
+        arrays = {key: json.loads(value) for key, value in values.items() if isinstance(value, bytes)}
+        chunks = {key: list(value) for key, value in values.items() if isinstance(value, ValueRange)}
+        files = {name: json.loads((path / name).read_bytes()) for name in ("_METADATA", "_CHECKPOINT_METADATA")}
+        data = {one.relative_to(path).as_posix(): one.read_bytes() for one in path.glob("d/0*")}
+        seeds.append({"arrays": arrays, "chunks": chunks, "files": files, "data": data})
+
+    def change(seed: Any, random: Random) -> Any:
+        return {**_dict(changed_tree({**seed, "data": None}, random)), "data": seed["data"]}
+
+    def tree(seed: Any, place: Path) -> None:
+        path = place / "orbax"
+        (path / "d").mkdir(parents=True)
+        for file, data in seed["data"].items():
+            (path / file).write_bytes(data)
+        for file, content in _dict(seed.get("files")).items():
+            with suppress(OSError, ValueError):
+                if "/" not in file:
+                    (path / file).write_text(json.dumps(content))
+        with suppress(Exception):  # the writer takes no other values
+            values: dict[str, ValueRange | bytes] = {
+                key: json.dumps(value).encode() for key, value in _dict(seed.get("arrays")).items()
+            }
+            values |= {key: ValueRange(*value) for key, value in _dict(seed.get("chunks")).items()}
+            nodes, manifest = database(values, "d/nodes")
+            (path / "d/nodes").write_bytes(nodes)
+            (path / MANIFEST).write_bytes(manifest)
+        commands(path)
+
+    nodes = "d/" + "f" * 32
+    second = folders["second"]
+    parts = {name: (second / name).read_bytes()[14:-4] for name in (MANIFEST, nodes)}
+
+    def change_part(seed: tuple[str, bytes], random: Random) -> tuple[str, bytes]:
+        name = random.choice(sorted(parts))
+        return name, changed_bytes(seed[1] if seed[0] == name else parts[name], random)
+
+    def node(seed: tuple[str, bytes], place: Path) -> None:
+        path = _copied(second, place)
+        (path / seed[0]).write_bytes(framed(MANIFEST_MAGIC if seed[0] == MANIFEST else NODE_MAGIC, seed[1]))
+        commands(path)
+
+    inner = serialize(
+        {"params": {"a": np.ones((2, 3), np.float32), "b": "PLACEHOLDER://params.b"}, "step": 3, "x": [None, (1.5,)]}
+    )
+
+    def aggregate(data: bytes, place: Path) -> None:
+        (place / "old").mkdir()
+        (place / "old" / "checkpoint").write_bytes(data)
+        (place / "old" / "params.b").mkdir()
+        layout = {"zarr_format": 2, "shape": [2], "chunks": [2], "dtype": "<f4", "compressor": None}
+        (place / "old" / "params.b" / ".zarray").write_text(json.dumps(layout))
+        (place / "old" / "params.b" / "0").write_bytes(bytes(8))
+        commands(place / "old")
+
+    return [
+        Target("orbax", seeds, change, tree),
+        Target("ocdbt", [(name, parts[name]) for name in sorted(parts)], change_part, node),
+        Target("aggregate", [inner], changed_bytes, aggregate),
+    ]
+
+
+def serialize(tree: Any) -> bytes:
+    """What Orbax's `msgpack_serialize` makes of a tree."""
+    import msgpack
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return msgpack.ExtType(4, msgpack.packb(list(value), strict_types=True, default=leaf))
+        return msgpack.ExtType(1, msgpack.packb((value.shape, value.dtype.name, value.tobytes())))
+
+    packed: bytes = msgpack.packb(tree, strict_types=True, default=leaf)
+    return packed
 
 
 def _gguf(folder: Path) -> Target:

@@ -63,6 +63,7 @@ WRITTEN: dict[str, tuple[Path, WritableFormat, str]] = {
     "universal": (ZERO1, library.Universal(pack_nbytes=60_000), "out"),
     "deepspeed": (ZERO1, library.DeepSpeed(dp=3), "out"),
     "dcp": (SAMPLES / "megatron-0.16-tp2-pp2-dist", library.DCP(dp=3), "out"),
+    "orbax": (ZERO1, library.Orbax(chunk_nbytes=20_000, file_nbytes=60_000), "out"),
     "hf": (SAMPLES / "transformers-5.23-trainer", library.HuggingFace(), "out"),
     "one file": (ZERO1, library.Universal(), "out.ucp"),
 }

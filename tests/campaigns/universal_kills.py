@@ -1,6 +1,7 @@
-"""Kill what writes universal checkpoints and chains into folders.
+"""Kill what writes checkpoints and chains into folders.
 
-Folders with several packs, single files, encoded and plain; appending to a chain, and compacting one; adding a model
+Universal folders with several packs, single files, encoded and plain; folders of Orbax with several data files;
+appending to a chain, and compacting one; adding a model
 to a family, and removing one that others are stored against. Half of the
 kills are in front of a random change to the file system, half are SIGKILL at a random time. One work in three is
 killed twice. Then it is run to its end, each time with another number of workers. Afterwards each file must have the
@@ -25,6 +26,8 @@ from ckpt.chains.write import DeltaPolicy
 from ckpt.job import save
 from ckpt.pipeline import Execution
 from ckpt_formats.core.errors import NotFoundError
+from ckpt_formats.core.format import WritableFormat
+from ckpt_formats.engines.orbax import Orbax
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
@@ -82,10 +85,9 @@ class FolderWork(Work):
 class Written(FolderWork):
     """A checkpoint that is written."""
 
-    def __init__(self, source: Path, folder: Path, target: str, codec: str | None) -> None:
+    def __init__(self, source: Path, folder: Path, target: str, format: WritableFormat) -> None:
         super().__init__(folder)
-        self.source, self.target = source, folder / target
-        self.format = Universal(pack_nbytes=PACK_NBYTES, codec=codec)
+        self.source, self.target, self.format = source, folder / target, format
 
     def do(self, workers: int) -> None:
         save(open_checkpoint(self.source), self.target, self.format, resources=Execution(workers, 1 << 20))
@@ -182,11 +184,14 @@ def works(folder: Path) -> dict[str, Work]:
     shutil.copytree(chain, longer)
     append(longer, open_checkpoint(saved[-1]), None, DeltaPolicy(tip=True), Execution())
     (targets := folder / "targets").mkdir()
+    plain, encoded = (Universal(pack_nbytes=PACK_NBYTES, codec=codec) for codec in (None, "auto"))
+    orbax = Orbax(chunk_nbytes=PACK_NBYTES // 4, file_nbytes=PACK_NBYTES)
     return {
-        "folder": Written(saved[0], targets / "folder", "out", None),
-        "one file": Written(saved[0], targets / "file", "out.ucp", None),
-        "folder, encoded": Written(saved[0], targets / "encoded", "out", "auto"),
-        "one file, encoded": Written(saved[0], targets / "encoded-file", "out.ucp", "auto"),
+        "folder": Written(saved[0], targets / "folder", "out", plain),
+        "one file": Written(saved[0], targets / "file", "out.ucp", plain),
+        "folder, encoded": Written(saved[0], targets / "encoded", "out", encoded),
+        "one file, encoded": Written(saved[0], targets / "encoded-file", "out.ucp", encoded),
+        "orbax": Written(saved[0], targets / "orbax", "out", orbax),
         "append": Appended(chain, targets / "append", saved[-1]),
         "compact": Compacted(longer, targets / "compact"),
     }

@@ -7,7 +7,7 @@ import pytest
 from kills import Campaign, Work
 from universal_kills import works
 
-WORKS = ("folder", "one file", "folder, encoded", "one file, encoded", "append", "compact")
+WORKS = ("folder", "one file", "folder, encoded", "one file, encoded", "orbax", "append", "compact")
 KILLS = 3
 
 

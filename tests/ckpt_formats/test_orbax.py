@@ -18,9 +18,10 @@ import pytest
 import ckpt
 import trained
 from ckpt.errors import CkptError, CorruptError, IncompleteError, UnsafeError, UnsupportedError
+from ckpt_formats.containers import ocdbt
 from ckpt_formats.containers.crc32c import crc32c
-from ckpt_formats.containers.ocdbt import MANIFEST, ValueRange, read_database
-from ckpt_formats.containers.ocdbt_write import database
+from ckpt_formats.containers.ocdbt import MANIFEST, MANIFEST_MAGIC, NODE_MAGIC, ValueRange, read_database
+from ckpt_formats.containers.ocdbt_write import database, file_table, framed, keys_of, varint
 from ckpt_formats.containers.zarr_write import ChunkGrid
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.geometry import Shape
@@ -334,6 +335,29 @@ def test_tree_of_many_keys_is_written_and_read_again(tmp_path: Path) -> None:
     (tmp_path / "d/nodes").write_bytes(nodes)
     (tmp_path / MANIFEST).write_bytes(manifest)
     assert read_database(tmp_path) == dict(sorted(values.items()))
+
+
+def test_node_that_is_named_many_times_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import zstandard
+
+    monkeypatch.setattr(ocdbt, "_MAX_NODES", 1 << 26)
+    body = b"\0" + file_table([]) + varint(1, 1) + b"w" + varint(1 << 24) + b"\0" + bytes(1 << 24)
+    packed = zstandard.compress(body)
+    head = NODE_MAGIC.to_bytes(4, "big") + (len(packed) + 18).to_bytes(8, "little") + varint(0, 1)
+    leaf = head + packed + crc32c(head + packed).to_bytes(4, "little")
+    names = [f"{i:03}".encode() for i in range(100)]
+    lengths, suffixes = keys_of(names)
+    same = len(names)
+    node = b"\1" + file_table(["d/nodes"]) + varint(same) + lengths + varint(*(3 for _ in names)) + suffixes
+    node += varint(*([0] * same), *([0] * same), *([len(leaf)] * same), *([1] * 3 * same))
+    root = framed(NODE_MAGIC, node)
+    fields = bytes(16) + varint(0, 1024, 10**8) + b"\4" + varint(0) + file_table(["d/nodes"])
+    fields += varint(1, 1) + b"\1" + varint(0, len(leaf), len(root), 1, 1, 1) + bytes(8) + varint(0)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/nodes").write_bytes(leaf + root)
+    (tmp_path / MANIFEST).write_bytes(framed(MANIFEST_MAGIC, fields))
+    with pytest.raises(UnsafeError, match="decode to more than"):
+        read_database(tmp_path)
 
 
 def test_crc32c_is_that_of_the_standard() -> None:

@@ -28,6 +28,8 @@ MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 _MAX_VERSIONS = 1 << 24
 _MAX_NODE = 1 << 28
 """Bytes of a node, stored and decoded. Orbax's nodes have at most 10^8."""
+_MAX_NODES = 1 << 29
+"""Bytes of all nodes, decoded. A node may be named many times; each time it has other keys, and is decoded again."""
 _MAX_KEY = 65535
 _MAX_HEIGHT = 16
 
@@ -58,9 +60,13 @@ def read_database(folder: Path) -> dict[str, ValueRange | bytes]:
     if root is None:
         return entries
     stack = [(root, height, b"")]
+    decoded_nbytes = 0
     while stack:
         node, height, prefix = stack.pop()
         fields = _body(_node_bytes(folder, node.place), NODE_MAGIC, folder / node.place.file)
+        decoded_nbytes += fields.nbytes
+        if decoded_nbytes > _MAX_NODES:
+            raise UnsafeError(f"the nodes decode to more than {_MAX_NODES:,} bytes", where=folder)
         if fields.byte() != height:
             raise fields.corrupt("a node of the tree has another height than its parent states")
         files = _file_table(fields, node.base)
@@ -83,7 +89,7 @@ class Fields:
     """Reads fields of decoded bytes, front to back. Raises `CorruptError` where they end too early."""
 
     def __init__(self, data: bytes, path: Path) -> None:
-        self._data, self._at, self.path = data, 0, path
+        self._data, self._at, self.path, self.nbytes = data, 0, path, len(data)
 
     def raw(self, nbytes: int) -> bytes:
         """The next bytes."""

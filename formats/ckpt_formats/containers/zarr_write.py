@@ -49,10 +49,10 @@ class ChunkGrid:
     def metadata(self, shape: Shape, dtype: DType) -> tuple[str, bytes]:
         """The key, after the array's name, and the JSON that describes an array."""
         chunk = self.shape(shape, dtype.itemsize)
-        return ("zarr.json", _third(shape, dtype, chunk)) if self.zarr3 else (".zarray", _second(shape, dtype, chunk))
+        return ("zarr.json", _third(shape, dtype, chunk)) if self.zarr3 else (".zarray", array_json(shape, dtype, chunk))
 
 
-def _second(shape: Shape, dtype: DType, chunk: Shape) -> bytes:
+def array_json(shape: Shape, dtype: DType, chunk: Shape) -> bytes:
     name = dtype.str if dtype.isbuiltin == 1 else dtype.name
     content = {
         "chunks": list(chunk),

@@ -33,6 +33,8 @@ class Orbax(WritableFormat):
 
     chunk_nbytes: Positive = 1 << 26
     """The most bytes of a chunk, which a reader that needs one element of it reads whole; an element may have more."""
+    file_nbytes: Positive = 1 << 28
+    """The most bytes of a data file, if it has more than one chunk: threads and workers write different files."""
     parts_per_axis: Positive = 1
     """Into how many parts each axis is cut that has a multiple of them, so that as many devices read only their own."""
     zarr3: bool = False
@@ -57,7 +59,7 @@ class Orbax(WritableFormat):
     def plan(self, source: Checkpoint) -> Plan:
         from ckpt_formats.engines.orbax.plan import plan_files
 
-        return plan_files(source, self._grid)
+        return plan_files(source, self._grid, self.file_nbytes)
 
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         from ckpt_formats.engines.orbax.write import write_part

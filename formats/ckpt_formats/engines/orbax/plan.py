@@ -18,8 +18,6 @@ from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.engines.orbax.metadata import ARRAY, DATA, DICT, EMPTY, SEQUENCE, Leaf
 from ckpt_formats.engines.orbax.tree import COUNT, TORCH_NAMES, Path
 
-_MAX_FILE = 1 << 30
-"""Bytes of a data file, if it has more than one chunk."""
 _JAX_NAMES = {torch: jax for jax, torch in TORCH_NAMES.items()}
 _SCALARS = {bool: "bool", int: "int64", float: "float64"}
 _TRAIN_STATE: dict[str, Value] = {"path": ["opt_state", "0"], "kinds": [DICT, SEQUENCE], "count": "int32"}
@@ -96,12 +94,12 @@ class ChunksContent:
     entries: tuple[ChunkEntry, ...]
 
 
-def plan_files(source: Checkpoint, grid: ChunkGrid) -> Plan:
+def plan_files(source: Checkpoint, grid: ChunkGrid, file_nbytes: int) -> Plan:
     """The data files of all items. Raises `UnsupportedError` for what Orbax cannot hold."""
     tree = tree_of(source)
     files: list[FilePlan] = []
     for _, folder, _, leaves in items_of(source, tree):
-        files += _data_files(folder, leaves, grid)
+        files += _data_files(folder, leaves, grid, file_nbytes)
     return Plan(tuple(files), tuple(tree.dropped))
 
 
@@ -248,8 +246,8 @@ def _add_extras(
         tree.add(path, kinds, value)
 
 
-def _data_files(folder: str, leaves: Iterable[WrittenLeaf], grid: ChunkGrid) -> Iterator[FilePlan]:
-    """The data files of one item: chunks in order, up to 1 GiB in each."""
+def _data_files(folder: str, leaves: Iterable[WrittenLeaf], grid: ChunkGrid, file_nbytes: int) -> Iterator[FilePlan]:
+    """The data files of one item: chunks in order, in each up to so many bytes, or one chunk."""
     entries: list[ChunkEntry] = []
     tensors: list[Tensor] = []
     nbytes = number = 0
@@ -264,7 +262,7 @@ def _data_files(folder: str, leaves: Iterable[WrittenLeaf], grid: ChunkGrid) -> 
         shape, itemsize = leaf.tensor.shape, leaf.tensor.dtype.itemsize
         size = prod(grid.shape(shape, itemsize)) * itemsize
         for key, box in grid.boxes(shape, itemsize):
-            if entries and nbytes + size > _MAX_FILE:
+            if entries and nbytes + size > file_nbytes:
                 yield file()
                 entries, tensors, nbytes, number = [], [], 0, number + 1
             entries.append(ChunkEntry(f"{leaf.leaf.name}/{key}", size - box.size * itemsize))
