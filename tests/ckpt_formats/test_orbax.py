@@ -23,8 +23,10 @@ from ckpt_formats.containers.crc32c import crc32c
 from ckpt_formats.containers.ocdbt import MANIFEST, MANIFEST_MAGIC, NODE_MAGIC, ValueRange, read_database
 from ckpt_formats.containers.ocdbt_write import database, file_table, framed, keys_of, varint
 from ckpt_formats.containers.zarr_write import ChunkGrid
+from ckpt_formats.core import files
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.geometry import Shape
+from ckpt_formats.core.geometry import Box, Shape
+from ckpt_formats.core.tensor import read
 from jax_jobs.launch import load_all, save_all, save_by_processes
 from object_stores import BUCKET, moto, reached
 
@@ -323,6 +325,40 @@ def test_chunks_never_reach_from_one_part_into_the_next(shape: Shape, parts: int
     for n, axis in zip(shape, range(len(shape)), strict=True):
         part = n // parts if n % parts == 0 else n
         assert all(box.start[axis] // part == (box.stop[axis] - 1) // part for box in boxes)
+
+
+@pytest.mark.parametrize("beside", [2, 6])
+def test_rows_across_chunks_decode_each_chunk_once(
+    beside: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import zstandard
+
+    shape, chunk = (1024, beside, 3072), (512, 1, 3072)
+    layout = {**METADATA, "shape": shape, "chunks": chunk, "compressor": {"id": "zstd"}}
+    stored: dict[str, ValueRange | bytes] = {"params.w/.zarray": json.dumps(layout).encode()}
+    data = bytearray()
+    for at in np.ndindex(2, beside, 1):
+        packed = zstandard.compress(np.full(chunk, sum(at), np.float32).tobytes())
+        stored[f"params.w/{'.'.join(map(str, at))}"] = ValueRange("d/chunks", len(data), len(packed))
+        data += packed
+    tree = write_tree(tmp_path / "tree", stored)
+    (tree / "d/chunks").write_bytes(data)
+    opened = ckpt.open(tree)
+    encoded = 0
+
+    def counted(self: Any, path: Path, offset: int, out: memoryview, seal: Any = None) -> None:
+        nonlocal encoded
+        encoded += len(out)
+        original(self, path, offset, out, seal)
+
+    original = files.Reader.read_into
+    monkeypatch.setattr(files.Reader, "read_into", counted)
+    with files.Reader() as reader:
+        for row in range(0, 1024, 16):
+            block = opened["w"].weight.crop(Box((row, 0, 0), (row + 16, beside, 3072)))
+            values = read(block, reader)
+            assert (values == np.arange(beside)[:, None] + row // 512).all()
+    assert encoded == len(data)
 
 
 def test_tree_of_many_keys_is_written_and_read_again(tmp_path: Path) -> None:

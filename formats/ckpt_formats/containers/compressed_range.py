@@ -138,7 +138,7 @@ class Frame:
             return nearest
 
     def _first_cursor(self, reader: Reader) -> "_Cursor":
-        source = Source(self.path, self.offset, self.nbytes, None)
+        source = Source(self.path, self.offset, self.nbytes, None, is_summed=True)
         source.reader = reader
         return _Cursor(source, self._open)
 
@@ -185,12 +185,12 @@ class _Stream(Reader):
 class Source:
     """The compressed bytes as a file object for a decoder."""
 
-    def __init__(self, path: Path, offset: int, nbytes: int, seal: Seal | None) -> None:
-        self.path = path
+    def __init__(self, path: Path, offset: int, nbytes: int, seal: Seal | None, is_summed: bool = False) -> None:
+        self.path, self._is_summed = path, is_summed
         self._at, self._end, self._seal = offset, offset + nbytes, seal
         self.reader: Reader | None = None
         self.crc = 0
-        """The CRC-32 of all bytes that were read."""
+        """The CRC-32 of all bytes that were read, if they are summed."""
 
     def read(self, max_nbytes: int = -1) -> bytes:
         """The next bytes: at most `max_nbytes`, or all if it is negative; empty at the end."""
@@ -200,7 +200,7 @@ class Source:
         if out:
             self.reader.read_into(self.path, self._at, memoryview(out), self._seal)
             self._at += len(out)
-            if self._seal is None:
+            if self._is_summed:
                 self.crc = crc32(memoryview(out), self.crc)
         return bytes(out)
 

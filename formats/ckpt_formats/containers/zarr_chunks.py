@@ -27,6 +27,9 @@ from ckpt_formats.core.text import printable
 
 _SMALL = 1 << 23
 """Bytes of a decoded chunk up to which it is decoded at once, and kept by the reader."""
+_CACHED = 1 << 25
+"""Bytes of decoded chunks that a reader keeps. A block of rows is read of all chunks beside each other: if they have
+more, each is decoded as a stream, which goes on at the next block, rather than anew for each block."""
 _MAX_FRAMES = 64
 _MAX_SHARD_INDEX = 1 << 26
 _NOT_STORED = (1 << 64) - 1
@@ -216,7 +219,7 @@ class ChunkBlob(Blob):
                 text = f"chunk {printable(self.label)} has {value.nbytes:,} bytes, but its shape needs {length:,}"
                 raise CorruptError(text, where=path)
             stored.crop(part).read_into(out, reader)
-        elif length <= _SMALL:
+        elif length <= _SMALL and (part.shape == shape or not self._is_streamed(shape, length)):
 
             def fill(buffer: Array) -> None:
                 encoded = bytearray(value.nbytes)
@@ -226,13 +229,18 @@ class ChunkBlob(Blob):
 
             if value.nbytes > length + length // 8 + 4096:
                 raise CorruptError(f"chunk {printable(self.label)} is larger than what it decodes to", where=path)
-            buffer = reader.cached_or_filled((path, value), length, fill)
+            buffer = reader.cached_or_filled((path, value), length, fill, _CACHED)
             out[...] = buffer[:length].view(self.dtype).reshape(shape)[part.index]
         else:
             frame = self.reader.frame(
                 ValueRange(value.file, value.offset, value.nbytes - trailer), length, codec.compression
             )
             DecompressedBlob(frame, FileBlob.packed(path, 0, shape, self.dtype)).crop(part).read_into(out, reader)
+
+    def _is_streamed(self, shape: Shape, length: int) -> bool:
+        """Whether the chunks of this shape beside each other are too many for the cache, but not to be open."""
+        beside = prod(-(-n // c) for n, c in zip(self.layout.shape[1:], shape[1:], strict=True))
+        return beside * length > _CACHED and beside <= _MAX_FRAMES
 
 
 def _decoded(data: bytes, codec: ChunkEncoding, length: int, label: str, where: Path) -> bytes:

@@ -49,7 +49,9 @@ class ChunkGrid:
     def metadata(self, shape: Shape, dtype: DType) -> tuple[str, bytes]:
         """The key, after the array's name, and the JSON that describes an array."""
         chunk = self.shape(shape, dtype.itemsize)
-        return ("zarr.json", _third(shape, dtype, chunk)) if self.zarr3 else (".zarray", array_json(shape, dtype, chunk))
+        return (
+            ("zarr.json", _third(shape, dtype, chunk)) if self.zarr3 else (".zarray", array_json(shape, dtype, chunk))
+        )
 
 
 def array_json(shape: Shape, dtype: DType, chunk: Shape) -> bytes:

@@ -73,6 +73,7 @@ class Reader:
         self._seals_of_band: set[Seal] = set()
         self._in_memory = BytesInMemory()
         self._check = check
+        self._max_cached_nbytes = _MAX_CACHED_BYTES
         self._observer: Observer | None = None
         self.max_files = files_each(_EXPECTED_READERS) if max_files is None else max_files
         """How many files it has open at most."""
@@ -215,14 +216,18 @@ class Reader:
         array = self.cached(key)
         return self._add_to_cache(key, compute()) if array is None else array
 
-    def cached_or_filled(self, key: Hashable, nbytes: int, fill: Callable[["_Array"], None]) -> "_Array":
-        """The same for a buffer, (nbytes,) uint8, that `fill` writes.
+    def cached_or_filled(
+        self, key: Hashable, nbytes: int, fill: Callable[["_Array"], None], most: int = _MAX_CACHED_BYTES
+    ) -> "_Array":
+        """The same for a buffer, (nbytes,) uint8, that `fill` writes. `most`: how many bytes the cache may have from
+        now on, if they are more than before.
 
         It is valid until the next call of this method or of `cached_or`, since the memory is used again.
         """
         array = self.cached(key)
         if array is not None:
             return array
+        self._max_cached_nbytes = max(self._max_cached_nbytes, most)
         buffer = acquire_buffer(nbytes)
         fill(buffer[:nbytes])
         self._buffers[key] = buffer
@@ -230,7 +235,7 @@ class Reader:
 
     def _add_to_cache(self, key: Hashable, array: "_Array") -> "_Array":
         self._cache[key] = array
-        while len(self._cache) > 1 and self._cached_nbytes() > _MAX_CACHED_BYTES:
+        while len(self._cache) > 1 and self._cached_nbytes() > self._max_cached_nbytes:
             oldest, _ = self._cache.popitem(last=False)
             if oldest in self._buffers:
                 release_buffer(self._buffers.pop(oldest))
