@@ -71,6 +71,7 @@ WORKS = {
     "log_peers": Work("shadow_campaign:log_peers", "hostile peers connect to a server of a chain"),
     "shadow_trainers": Work("shadow_trainers:rounds", "trainers and their shadows are killed, and go on"),
     "universal_flips": Work("universal_flips:flips", "bits of universal checkpoints are flipped"),
+    "orbax_flips": Work("orbax_flips:rounds", "bits of checkpoints of Orbax and Flax are flipped"),
     "hostile_columns": Work("universal_flips:hostile_columns", "numbers of columns are forged"),
     "sync_kills": Work("sync_kills:rounds", "publishers of a chain and its followers are killed"),
     "sync_damage": Work("sync_damage:rounds", "published chains are damaged, read and followed"),
