@@ -21,7 +21,7 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.parity.scheme import PeerScheme
 
 GENERATIONS = 2
-SCHEMES = ("copies:1", "copies:2", "parity:4+1", "parity:8+1", "parity:4+2", "parity:8+2", "parity:16+2", "parity:8+3")
+SCHEMES = ("copies:1", "copies:2", "copies:3", "parity:4+1", "parity:8+1", "parity:4+2", "parity:8+2", "parity:16+2")
 """The schemes that a plan compares if the user names none."""
 RANDOM_HOSTS = (2, 3, 4, 8)
 """How many hosts at random are lost, in `PeerPlan.uncovered`."""
@@ -71,6 +71,8 @@ class PeerPlan(Checked):
     """How long that takes; None: the network's rate is not known."""
     uncovered: tuple[_Share, ...]
     """The probability that something is lost with 2, 3, 4 and 8 hosts at random."""
+    is_available: bool
+    """Whether ckpt can do it now: it holds copies in the memory of peers, and no parity yet."""
     fits: bool
     """Whether the memory suffices, as far as it is known."""
     covers: bool
@@ -103,8 +105,8 @@ def plan_peers(
 
 
 def recommended(plans: Sequence[PeerPlan]) -> PeerPlan | None:
-    """The plan that covers what fails together and takes the least memory; among those, what sends least; or None."""
-    fitting = [plan for plan in plans if plan.covers and plan.fits]
+    """The available plan that covers what fails together and takes the least memory, then sends least; or None."""
+    fitting = [plan for plan in plans if plan.covers and plan.fits and plan.is_available]
     return min(fitting, key=lambda plan: (plan.memory_nbytes, plan.sent_nbytes, plan.group), default=None)
 
 
@@ -130,6 +132,7 @@ def _plan(scheme: PeerScheme, hosts: PeerHosts, run: RunCosts | None, lose: int)
         uncovered=tuple(
             uncovered_share(scheme, hosts.hosts, count, jump) if count <= hosts.hosts else 1.0 for count in RANDOM_HOSTS
         ),
+        is_available=scheme.is_copies,
         fits=hosts.memory_nbytes is None or memory <= hosts.memory_nbytes,
         covers=scheme.spares >= lose and scheme.lost_together(hosts.together, jump) <= scheme.spares,
         schedule=None if run is None else _schedule(run, seconds or 0.0),
