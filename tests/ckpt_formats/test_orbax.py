@@ -350,6 +350,18 @@ def test_rows_across_chunks_decode_each_chunk_once(
     assert encoded == len(data)
 
 
+def test_large_chunk_that_decodes_to_more_than_its_shape_is_refused(tmp_path: Path) -> None:
+    import zstandard
+
+    shape = (3 << 20,)
+    packed = zstandard.compress(bytes((12 << 20) + 1))
+    layout = {**METADATA, "shape": shape, "chunks": shape, "compressor": {"id": "zstd"}}
+    stored = {"params.w/.zarray": json.dumps(layout).encode(), "params.w/0": ValueRange("d/chunks", 0, len(packed))}
+    (write_tree(tmp_path / "tree", stored) / "d/chunks").write_bytes(packed)
+    with pytest.raises(CorruptError, match="decode to more than"):
+        ckpt.open(tmp_path / "tree")["w"][...]
+
+
 def test_tree_of_many_keys_is_written_and_read_again(tmp_path: Path) -> None:
     values: dict[str, ValueRange | bytes] = {
         f"layer.{i // 50}.weight/{i % 50}.0": ValueRange("d/x", i * 8, 8) for i in range(99_999)

@@ -100,8 +100,11 @@ class Frame:
         cursor.source.reader = reader
         cursor.skip_to(offset)
         cursor.fill(out)
-        with self._lock:
-            self._cursors = [*self._cursors[1 - _MAX_CURSORS :], cursor]
+        if cursor.at < self.length:
+            with self._lock:
+                self._cursors = [*self._cursors[1 - _MAX_CURSORS :], cursor]
+        elif cursor.read(1):
+            raise self.corrupt(f"the compressed bytes decode to more than {self.length:,} bytes")
 
     def check(self, seals: Iterable[Seal]) -> None:
         """Compare the decoded bytes with their checksums. Raises `CorruptError`."""

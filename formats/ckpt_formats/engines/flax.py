@@ -26,10 +26,6 @@ from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Value, is_natural
-from ckpt_formats.engines.orbax.aggregate import is_placeholder, leaves_of
-from ckpt_formats.engines.orbax.arrays import read_arrays
-from ckpt_formats.engines.orbax.folder import StepFolder
-from ckpt_formats.engines.orbax.read import TreeLeaves, index_of
 from ckpt_formats.state_dicts.extras import names_for_tensors
 
 SUFFIX = ".msgpack"
@@ -74,6 +70,8 @@ class Flax(WritableFormat):
         steps = steps_in(path) if path.is_dir() and not (path / FILE).is_file() else []
         if steps:
             return _newest(path, steps)
+        from ckpt_formats.engines.orbax.aggregate import is_placeholder
+
         file = path / FILE if path.is_dir() else path
         if path.is_dir() and (path / INDEX).is_file():
             raise UnsupportedError(
@@ -163,6 +161,11 @@ def _newest(folder: Path, steps: list[Path]) -> Checkpoint:
 
 def _state(file: Path, root: dict[str, Value], nbytes: int) -> Checkpoint:
     """The state of a training, or a tree with arrays in folders beside the file: read as the same tree of Orbax is."""
+    from ckpt_formats.engines.orbax.aggregate import leaves_of
+    from ckpt_formats.engines.orbax.arrays import read_arrays
+    from ckpt_formats.engines.orbax.folder import StepFolder
+    from ckpt_formats.engines.orbax.read import TreeLeaves, index_of
+
     if isinstance(root.get(_OPTIMIZER), dict):
         root = {**root, _OPTIMIZER: _with_sequences(root[_OPTIMIZER])}
     leaves = leaves_of(root, file)

@@ -80,7 +80,7 @@ FORMATS: dict[str, ListedFormat] = {
     ),
     "flax": ListedFormat(
         "ckpt_formats.engines.flax:Flax",
-        Marks(("flax_model.msgpack", "flax_model.msgpack.index.json"), ("*_[0-9]*",), ("*.msgpack",), _DICT_OF_MSGPACK),
+        Marks(("flax_model.msgpack", "flax_model.msgpack.index.json"), ("*_*[0-9]",), ("*.msgpack",), _DICT_OF_MSGPACK),
     ),
     "gguf": ListedFormat("ckpt_formats.engines.gguf:Gguf", Marks((), (), ("*.gguf",), re.compile(rb"GGUF"))),
     "numpy": ListedFormat(
