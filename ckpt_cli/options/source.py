@@ -351,6 +351,11 @@ _EDITS = (
         type=click.Choice(NAMINGS),
         help="Names of tensors in TARGET.  [default: those that the format needs, else the source's]",
     ),
+    click.option(
+        "--allow-rounding",
+        is_flag=True,
+        help="With --names: round weights that MaxText stores scaled, such as queries, and their moments.",
+    ),
 )
 
 
@@ -428,6 +433,7 @@ def edits(command: F) -> F:
         quantise: str | None,
         leave_plain: tuple[str, ...],
         names: Any,
+        allow_rounding: bool,
         **arguments: Any,
     ) -> Any:
         from pathlib import Path
@@ -443,7 +449,9 @@ def edits(command: F) -> F:
             config = click.get_current_context().params.get("config")
             if prefix := arguments.get("strip_prefix"):  # of one of several models: its own names are behind it
                 source, arguments["strip_prefix"] = rename_by(source, strip_prefix=prefix), ""
-            source = use_names(source, names, Path(config) if config else None)
+            source = use_names(source, names, Path(config) if config else None, allow_rounding=allow_rounding)
+        elif allow_rounding:
+            raise click.UsageError("--allow-rounding is about the weights that --names scales: give --names, too.")
         if allow_overflow and not dtype:
             raise click.UsageError("--allow-overflow is about the values that --dtype rounds: give --dtype, too.")
         if dtype:

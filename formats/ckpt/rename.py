@@ -90,10 +90,13 @@ def _no_name(what: str, option: str) -> NoMatchError:
 
 
 @checked
-def use_names(source: Checkpoint, naming: Naming, config: LocalPath | None = None) -> Checkpoint:
+def use_names(
+    source: Checkpoint, naming: Naming, config: LocalPath | None = None, *, allow_rounding: bool = False
+) -> Checkpoint:
     """The checkpoint under other names, its tensors split and joined as those names need it. Lazy.
 
-    `config` is the model's configuration, or the folder that holds it; None: what came with the source. Raises
+    `config` is the model's configuration, or the folder that holds it; None: what came with the source.
+    `allow_rounding`: round weights, and their moments, that MaxText stores scaled by no power of two. Raises
     `CkptError` of the kind that fits for a model that cannot have these names.
     """
     from ckpt_formats.names.nemo import from_nemo
@@ -101,7 +104,8 @@ def use_names(source: Checkpoint, naming: Naming, config: LocalPath | None = Non
 
     known_config = _configuration(source, None if config is None else Path(config))
     named = from_nemo(source, with_arguments=known_config is None)
-    return edited(_renamed(named, naming_of(named), naming, known_config), UseNames(naming))
+    renamed = _renamed(named, naming_of(named), naming, known_config, allow_rounding=allow_rounding)
+    return edited(renamed, UseNames(naming))
 
 
 def prepare(source: Checkpoint, format: WritableFormat) -> Checkpoint:
@@ -148,7 +152,12 @@ def _configuration(source: Checkpoint, path: Path | None) -> Mapping[str, Any] |
 
 
 def _renamed(
-    source: Checkpoint, current: Naming | None, naming: Naming, config: Mapping[str, Any] | None
+    source: Checkpoint,
+    current: Naming | None,
+    naming: Naming,
+    config: Mapping[str, Any] | None,
+    *,
+    allow_rounding: bool = False,
 ) -> Checkpoint:
     from ckpt_formats.engines.hf.model_names import with_model_names
     from ckpt_formats.names.legacy import to_core, to_legacy
@@ -160,7 +169,8 @@ def _renamed(
     if current in NATIVE:
         from ckpt_formats.names.native import from_native
 
-        source, current = from_native(source, current, config, partial=partial), "hf"
+        source = from_native(source, current, config, partial=partial, allow_rounding=allow_rounding)
+        current = "hf"
     if current == "gguf":
         from ckpt_formats.names.llama_cpp import from_llama_cpp
 
@@ -180,7 +190,7 @@ def _renamed(
     if naming in NATIVE:
         from ckpt_formats.names.native import to_native
 
-        return to_native(named, naming, config, partial=partial)
+        return to_native(named, naming, config, partial=partial, allow_rounding=allow_rounding)
     megatron = named if is_megatron else to_megatron(named, config, partial=partial)
     return to_legacy(megatron) if naming == "megatron-legacy" else to_core(megatron)
 

@@ -1,4 +1,4 @@
-"""Names of TorchTitan, Meta and MaxText: the rows of queries and keys in rotary pairs, stacks of experts, ties."""
+"""Names of TorchTitan and Meta: the rows of queries and keys in rotary pairs, stacks of experts, ties."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,12 +10,11 @@ import pytest
 from ckpt.rename import use_names
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import IncompleteError, UnsupportedError
 from ckpt_formats.core.format import Naming
 from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.names.config import CONFIG, configured_model
 from ckpt_formats.names.packings import stored_shape
-from ckpt_formats.names.scanned import one_by_one
 from ckpt_formats.names.tables import dialect, families
 from ckpt_formats.names.translate import NATIVE, naming_of
 from held import array, bits, checkpoint, contents, parameter
@@ -51,6 +50,17 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": 4,
         "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4},
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": 3,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 4,
+        "first_k_dense_replace": 1,
     },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
@@ -208,7 +218,7 @@ def test_tied_head_that_was_saved_twice_is_compared(differs: bool) -> None:
 def test_families_that_a_library_does_not_have_are_refused(naming: Naming) -> None:
     known = dialect(naming).other["families"]
     assert known.keys() < {family.name for family in families()}
-    family = "mistral" if naming == "torchtitan" else "qwen3_moe"
+    family = {"torchtitan": "mistral", "meta": "qwen3_moe", "maxtext": "glm4_moe"}[naming]
     with pytest.raises(UnsupportedError, match="are not known"):
         use_names(model(family), naming)
 
@@ -217,26 +227,3 @@ def test_names_of_torchtitan_need_a_configuration() -> None:
     titan = use_names(model("llama"), "torchtitan")
     with pytest.raises(IncompleteError, match="config"):
         use_names(replace(titan, extras={}), "hf")
-
-
-@pytest.mark.parametrize("state", ["model", "exp_avg"])
-def test_layers_of_maxtext_are_scanned_and_read_one_by_one_too(state: str) -> None:
-    source = model("qwen3")
-    renamed = use_names(source, "maxtext")
-    query = values(renamed, "decoder.layers.self_attention.query.kernel", state)
-    assert query.shape == (7, LAYERS, HEADS, WIDTH)
-    for layer in range(LAYERS):
-        stored = values(source, f"model.layers.{layer}.self_attn.q_proj.weight", state)
-        assert bits(query[:, layer].reshape(7, -1).T) == bits(stored)
-    assert values(renamed, "decoder.layers.pre_self_attention_layer_norm.scale").shape == (7, LAYERS)
-    assert naming_of(renamed) == naming_of(one_by_one(renamed)) == "maxtext"
-    for one in (renamed, one_by_one(renamed)):
-        assert contents(use_names(one, "hf")) == contents(source)
-
-
-def test_scanned_tensor_without_an_axis_of_layers_is_refused() -> None:
-    renamed = use_names(model("qwen3"), "maxtext")
-    name = "decoder.layers.mlp.wo.kernel"
-    flat = parameter(name, {"model": array(DTYPES["float32"], (10,), 1)})
-    with pytest.raises(CorruptError, match="no axis of layers"):
-        use_names(replace(renamed, parameters={**renamed.parameters, name: flat}), "hf")

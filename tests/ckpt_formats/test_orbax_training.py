@@ -21,10 +21,12 @@ pytestmark = [
 ]
 
 STEPS = 2
-CONFIG = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 64, "hidden_size": 32}
+CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32}
 CONFIG |= {"intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 CONFIG |= {"head_dim": 16, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 CONFIG |= {"max_position_embeddings": 128}
+SCALE = 4.0
+"""By what MaxText divides queries: the root of 16."""
 
 
 def memory(path: Path) -> dict[str, np.ndarray[Any, Any]]:
@@ -43,15 +45,21 @@ def go_on_in_torch(checkpoint: Path, out: Path, first: int) -> list[float]:
     import transformers
 
     state = torch.load(checkpoint, weights_only=True)
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIG))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
     model.load_state_dict(state["model"])
-    named = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(named.values(), lr=1e-3, weight_decay=0.01, eps=1e-8)
-    names = list(named)
-    saved = state["optimizer"]
-    by_number = {names.index(name): own for name, own in saved["state"].items()}
-    (group,) = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": by_number, "param_groups": [group]})
+    named: list[list[tuple[str, Any]]] = [[], []]
+    for name, parameter in model.named_parameters():
+        named["q_proj" in name].append((name, parameter))
+    # Steps in queries of 4 w are those in w, if the rate is 4 times as large, and the others a quarter.
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": own, "lr": 1e-3 * scale, "weight_decay": 0.01 / scale, "eps": 1e-8 / scale}
+            for own, scale in zip(named, (1.0, SCALE), strict=True)
+        ]
+    )
+    names = [name for own in named for name, _ in own]
+    by_number = {names.index(name): own for name, own in state["optimizer"]["state"].items()}
+    optimizer.load_state_dict({"state": by_number, "param_groups": optimizer.state_dict()["param_groups"]})
     losses = []
     for step in range(first, first + STEPS):
         tokens = torch.from_numpy(np.random.default_rng(step).integers(0, 64, (8, 12)))
@@ -74,7 +82,7 @@ def test_training_goes_on_in_torch_and_in_jax_again(tmp_path: Path) -> None:
     in_torch = ckpt.use_names(ckpt.open(tmp_path / "begin"), "hf", config=config)
     ckpt.save(in_torch, tmp_path / "begin.pt", "torch")
     kernel = memory(tmp_path / "begin.end.json")["params.params.decoder.layers.self_attention.query.kernel"]
-    expected = kernel[:, 1].reshape(32, 64).T
+    expected = SCALE * kernel[:, 1].reshape(32, 64).T
     assert np.asarray(in_torch["model.layers.1.self_attn.q_proj.weight"]).tobytes() == expected.tobytes()
     losses = go_on_in_torch(tmp_path / "begin.pt", tmp_path / "torch.pt", STEPS)
 

@@ -493,6 +493,11 @@ def halves_of_rotary(tensor: Tensor, heads: int) -> Tensor:
     """The inverse of `pairs_of_rotary`: in each head the even rows, then the odd ones."""
     _check_divisible(tensor, 2 * heads)
     half = tensor.shape[0] // (2 * heads)
+    if half and len(tensor.fragments) == 1 and isinstance(tensor.fragments[0].blob, TransposedBlob):
+        # Rows of a transposed matrix are read one value at a time: its columns are put in order before.
+        columns = tensor.shape[1]
+        untransposed = with_shape(transposed(tensor), (columns, heads, half, 2))
+        return transposed(with_shape(permuted(untransposed, (0, 1, 3, 2)), (columns, tensor.shape[0])))
     parts = [group_rows(tensor, heads * half, i, i + 1) for i in range(2)] if half else []
     return interleaved(parts, heads) if half else tensor
 

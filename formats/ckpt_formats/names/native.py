@@ -14,7 +14,8 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.tensor import with_replicas
 from ckpt_formats.names.config import CONFIG
 from ckpt_formats.names.describe import ModelDescription, by_config_alone, of_present
-from ckpt_formats.names.scanned import one_by_one, scanned
+from ckpt_formats.names.scaled import Scaling, scaled, scalings
+from ckpt_formats.names.scanned import ALL, Scan, one_by_one, scan_of, scanned
 from ckpt_formats.names.tables import Dialect, changed_dialect, dialect
 from ckpt_formats.names.translate import NATIVE, translated, without
 
@@ -25,14 +26,20 @@ _COMPUTED = re.compile(r"rope\.freqs|freqs_cis")
 
 
 def to_native(
-    source: Checkpoint, name: str, config: Mapping[str, Any] | None = None, *, partial: bool = False
+    source: Checkpoint,
+    name: str,
+    config: Mapping[str, Any] | None = None,
+    *,
+    partial: bool = False,
+    allow_rounding: bool = False,
 ) -> Checkpoint:
     """A checkpoint with transformers' names under those of a library: one of `NATIVE`.
 
-    `config` is the model's configuration; by default it is the checkpoint's own. `partial` allows missing tensors.
+    `config` is the model's configuration; by default it is the checkpoint's own. `partial` allows missing tensors,
+    `allow_rounding` weights that the library stores rounded.
 
-    Raises: UnsupportedError for a model whose names are not known, IncompleteError or CorruptError for tensors that are
-    missing or contradict the configuration.
+    Raises: UnsupportedError for a model whose names are not known or whose weights would be rounded, IncompleteError or
+    CorruptError for tensors that are missing or contradict the configuration.
     """
     description = by_config_alone(source, config)
     family = description.family
@@ -42,28 +49,39 @@ def to_native(
             f"the names of models of the family {family.name} in {name} are not known",
             hint=f"ckpt knows them in {known}.",
         )
-    renamed = translated(without(source, family.ignored), _with_names(description, name), "hf", name, partial=partial)
+    own = without(source, family.ignored)
     if name == MAXTEXT:
-        renamed = scanned(renamed)
+        scan = _scan(description)  # it refuses models before values are scaled
+        own = scaled(own, _scalings(description), "MaxText", back=False, allow_rounding=allow_rounding)
+    renamed = translated(own, _with_names(description, name), "hf", name, partial=partial)
+    if name == MAXTEXT:
+        renamed = scanned(renamed, scan)
     return replace(renamed, extras={**source.extras, CONFIG: dict(description.config)})
 
 
 def from_native(
-    source: Checkpoint, name: str, config: Mapping[str, Any] | None = None, *, partial: bool = False
+    source: Checkpoint,
+    name: str,
+    config: Mapping[str, Any] | None = None,
+    *,
+    partial: bool = False,
+    allow_rounding: bool = False,
 ) -> Checkpoint:
     """A checkpoint with the names of a library under those of transformers. Raises as `to_native`."""
     description = by_config_alone(source, config, None)
     family = description.family.name
-    if name == MAXTEXT:
-        source = one_by_one(source)
     known = next(
         (one for one in ((name,) if name == MAXTEXT else (name, *NATIVE)) if family in dialect(one).other["families"]),
         None,
     )
     if known is None:
         raise UnsupportedError(f"the names of models of the family {family} in {name} are not known", where=source.path)
+    if name == MAXTEXT:
+        source = one_by_one(source, _scan(description))
     named = of_present(_with_names(description, known), known, source)
     renamed = translated(_with_one_head(without(source, _COMPUTED), named, known), named, known, "hf", partial=partial)
+    if name == MAXTEXT:
+        renamed = scaled(renamed, _scalings(description), "MaxText", back=True, allow_rounding=allow_rounding)
     return replace(renamed, extras={**source.extras, CONFIG: dict(description.config)})
 
 
@@ -87,11 +105,24 @@ def _with_one_head(source: Checkpoint, description: ModelDescription, name: str)
 
 
 def _with_names(description: ModelDescription, name: str) -> ModelDescription:
-    own = {**description.family.dialects, name: _names_of(name, description.family.name)}
+    values = description.model.values
+    own = {**description.family.dialects, name: _names_of(name, description.family.name, values["rope_type"])}
     return replace(description, model=replace(description.model, dialects=own))
 
 
 @cache
-def _names_of(name: str, family: str) -> Dialect:
+def _names_of(name: str, family: str, rope_type: str | None) -> Dialect:
+    """The dialect with the names of a family, of which some may depend on how its positions are computed."""
     base = dialect(name)
-    return changed_dialect(base, name, {"names": base.other["families"][family]})
+    names = base.other["families"][family]
+    return changed_dialect(base, name, {"names": {**names, **names.get("rope_type", {}).get(rope_type, {})}})
+
+
+def _scan(description: ModelDescription) -> Scan:
+    values = description.model.values
+    kind = dialect(MAXTEXT).other["scans"].get(description.family.name, ALL)
+    return scan_of(kind, values["layers"], values["moe_layers"])
+
+
+def _scalings(description: ModelDescription) -> dict[str, Scaling]:
+    return scalings(description.model, dialect(MAXTEXT).other["scales"].get(description.family.name, {}))

@@ -1,53 +1,151 @@
-"""Scanned layers of JAX: one tensor has those of all layers, along its second axis; and layers one by one.
+"""Scanned layers of MaxText: one tensor has those of several layers, along its second axis; and layers one by one.
 
 `decoder.layers.mlp.wo.kernel` of shape (ffn, layers, hidden) is `decoder.layers_0.mlp.wo.kernel` (ffn, hidden) and so
-on, with all states. Source: MaxText, `scan_layers` and `param_scan_axis: 1`.
+on, with all states. Layers that are not all alike have their own stacks:
+
+| scan | stacks | layers one by one |
+|---|---|---|
+| `all` | `layers.X` | `layers_L.X` |
+| `cycles of N` | `layers.layers_B.X` (B, B + N, ...), at the end `layers_remainder.layers_R.X` | `layers_L.X` |
+| `pairs` | `layers.M_local.X`, `layers.M_global.X`: the module M of even, odd layers | `layers_P.M_local.X`, ... |
+| `dense, then experts` | `dense_layers.X`, `moe_layers.X` | `dense_layers_L.X`, `moe_layers_L.X` |
+
+Source: MaxText 0.2.5, `scan_layers`, `param_scan_axis: 1`, checkpoint_conversion/utils/param_mapping.py.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.claims import MAX_NUMBER
-from ckpt_formats.core.errors import CorruptError
+from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.views import permuted, stacked, unstacked_all
 from ckpt_formats.names.renames import TensorRename, apply_renames
 
-_SCANNED = re.compile(r"(decoder\.layers)\.(.+)")
-_LAYER = re.compile(r"(decoder\.layers)_(\d{1,6})\.(.+)")
+ALL, PAIRS, DENSE_FIRST = "all", "pairs", "dense, then experts"
+_NAME = re.compile(
+    r"decoder\.(?P<stack>layers|dense_layers|moe_layers|layers_remainder)(?:_(?P<layer>\d{1,6}))?"
+    r"(?:\.layers_(?P<block>\d{1,6}))?\.(?P<rest>.+)"
+)
+_OF_PAIR = re.compile(r"(?P<module>\w+)_(?P<half>local|global)\.(?P<rest>.+)")
+_PLAIN = re.compile(r"decoder\.layers_(\d{1,6})\.(.+)")
 
 
-def one_by_one(source: Checkpoint) -> Checkpoint:
-    """The checkpoint with scanned layers one by one, lazily.
+@dataclass(frozen=True)
+class Scan:
+    """How the layers of a model are scanned."""
 
-    Raises `CorruptError` for a tensor without such an axis.
+    kind: str
+    layers: int
+    dense: int = 0
+    """How many layers without experts come first, if the kind is `DENSE_FIRST`."""
+
+    @property
+    def cycle(self) -> int:
+        """The layers of a cycle; 0: there are no cycles."""
+        words = self.kind.split()
+        return int(words[-1]) if words[0] == "cycles" else 0
+
+
+def scan_of(kind: str, layers: int, moe_layers: Sequence[bool] | None) -> Scan:
+    """The scan of a model. Raises `UnsupportedError` for layers that it cannot have."""
+    experts = list(moe_layers or [False] * layers)
+    dense = experts.index(True) if True in experts else layers
+    if kind == DENSE_FIRST and not all(experts[dense:]):
+        raise UnsupportedError("MaxText has layers without experts only before those with experts")
+    if kind != DENSE_FIRST and 0 < sum(experts) < layers:
+        raise UnsupportedError("MaxText has no models of this family with experts in some layers only")
+    if kind == PAIRS and layers % 2:
+        raise UnsupportedError(f"MaxText has pairs of layers in this family, but the model has {layers}")
+    return Scan(kind, layers, dense)
+
+
+def one_by_one(source: Checkpoint, scan: Scan) -> Checkpoint:
+    """The checkpoint with its layers one by one, as `decoder.layers_L`, lazily.
+
+    Raises `CorruptError` for a tensor without an axis of its layers.
     """
     changes = []
     for name, parameter in source.parameters.items():
-        match = _SCANNED.fullmatch(name)
+        match = _NAME.fullmatch(name)
         if match is None or parameter.role == "extra":
             continue
+        layers, rest, is_stack = _layers(match, scan)
+        new = tuple(f"decoder.layers_{layer}.{rest}" for layer in layers)
+        if not is_stack:
+            if new != (name,):
+                changes.append(TensorRename((name,), new, tuple))
+            continue
         shape = parameter.weight.shape
-        if len(shape) < 2 or not 0 < shape[1] <= MAX_NUMBER:
-            raise CorruptError(f"`{printable(name)}` of shape {list(shape)} has no axis of layers", where=source.path)
-        new = tuple(f"{match[1]}_{layer}.{match[2]}" for layer in range(shape[1]))
+        if len(shape) < 2 or not 0 < shape[1] <= MAX_NUMBER or shape[1] != len(layers):
+            raise CorruptError(
+                f"`{printable(name)}` of shape {list(shape)} has no axis of layers: its second axis must have "
+                f"{len(layers)}",
+                where=source.path,
+            )
         changes.append(TensorRename((name,), new, _cut))
     return apply_renames(source, changes) if changes else source
 
 
-def scanned(source: Checkpoint) -> Checkpoint:
-    """The checkpoint with the layers joined, lazily."""
+def scanned(source: Checkpoint, scan: Scan) -> Checkpoint:
+    """The checkpoint with scanned layers, lazily. Raises `UnsupportedError` if some of a stack's layers are missing."""
     members: dict[str, dict[int, str]] = {}
     for name, parameter in source.parameters.items():
-        if (match := _LAYER.fullmatch(name)) and parameter.role != "extra":
-            members.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = name
-    changes = [
-        TensorRename(tuple(layers[layer] for layer in sorted(layers)), (name,), _join)
-        for name, layers in members.items()
-    ]
+        if (match := _PLAIN.fullmatch(name)) and parameter.role != "extra":
+            members.setdefault(match[2], {})[int(match[1])] = name
+    changes = []
+    for rest, names in members.items():
+        for new, layers, is_stack in _stacks(rest, names, scan):
+            if missing := [layer for layer in layers if layer not in names]:
+                raise UnsupportedError(
+                    f"`{printable(new)}` has layers that are not there: {', '.join(map(str, missing[:4]))}",
+                    where=source.path,
+                    hint="MaxText scans the layers of the whole model.",
+                )
+            changes.append(TensorRename(tuple(names[layer] for layer in layers), (new,), _join if is_stack else tuple))
     return apply_renames(source, changes) if changes else source
+
+
+def _layers(match: "re.Match[str]", scan: Scan) -> tuple[Sequence[int], str, bool]:
+    """The layers of a tensor of MaxText, the rest of its name in each, and whether it is a stack."""
+    stack, rest = match["stack"], match["rest"]
+    number = None if match["layer"] is None else int(match["layer"])
+    block = None if match["block"] is None else int(match["block"])
+    if scan.kind == PAIRS and (half := _OF_PAIR.fullmatch(rest)):
+        first, rest = ("local", "global").index(half["half"]), f"{half['module']}.{half['rest']}"
+        return (range(first, scan.layers, 2), rest, True) if number is None else ([2 * number + first], rest, False)
+    if scan.cycle and block is not None:
+        whole = scan.layers - scan.layers % scan.cycle
+        if stack == "layers_remainder":
+            return [whole + block], rest, False
+        return range(block, whole, scan.cycle), rest, True
+    first = scan.dense if stack == "moe_layers" else 0
+    if number is not None:
+        return [first + number], rest, False
+    return range(first, scan.dense if stack == "dense_layers" else scan.layers), rest, True
+
+
+def _stacks(rest: str, names: Mapping[int, str], scan: Scan) -> Iterator[tuple[str, Sequence[int], bool]]:
+    """The tensors of MaxText with one of each layer: the name, the layers, whether it is a stack."""
+    if scan.kind == PAIRS:
+        module, _, inner = rest.partition(".")
+        for first, half in enumerate(("local", "global")):
+            yield f"decoder.layers.{module}_{half}.{inner}", range(first, scan.layers, 2), True
+    elif scan.cycle:
+        whole = scan.layers - scan.layers % scan.cycle
+        for block in range(scan.cycle if whole else 0):
+            yield f"decoder.layers.layers_{block}.{rest}", range(block, whole, scan.cycle), True
+        for layer in range(whole, scan.layers):
+            yield f"decoder.layers_remainder.layers_{layer - whole}.{rest}", [layer], False
+    elif scan.kind == DENSE_FIRST:
+        for stack, layers in (("dense", range(scan.dense)), ("moe", range(scan.dense, scan.layers))):
+            if any(layer in names for layer in layers):
+                yield f"decoder.{stack}_layers.{rest}", layers, True
+    else:
+        yield f"decoder.layers.{rest}", range(scan.layers), True
 
 
 def _cut(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -37,7 +37,10 @@ from ckpt_formats.names.tables import Family, dialect
 NATIVE: tuple[Naming, ...] = ("torchtitan", "meta", "maxtext")
 """The names of libraries whose checkpoints state no model."""
 _OF_TITAN = re.compile(r"layers\.\d{1,6}\.(?:attention\.qkv_linear\..+|moe\..+)")
-_OF_MAXTEXT = re.compile(r"decoder\.layers(?:_\d{1,6})?\.self_attention\.query\.kernel")
+_OF_MAXTEXT = re.compile(
+    r"decoder\.(?:dense_|moe_)?layers(?:_remainder)?(?:_\d{1,6})?(?:\.layers_\d{1,6})?"
+    r"\.(?:self_attention(?:_local|_global)?|GptOssAttention)\.(?:query|wkv_a)\.kernel"
+)
 _OF_META = re.compile(r"layers\.\d{1,6}\.attention\.w[qkvo]\.weight")
 
 GGUF_VALUES = "gguf"

@@ -1,4 +1,4 @@
-"""Train the decoder of `qwen.py` with optax: `train.py JOBS`, a JSON list of {start, steps, out, mesh, log}.
+"""Train the decoder of `llama.py` with optax: `train.py JOBS`, a JSON list of {start, steps, out, mesh, log}.
 
 `start` is a checkpoint that Orbax restores strictly into a `TrainState`; `out` is saved by Orbax. Both may be null.
 """
@@ -12,23 +12,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import llama
 import optax
 import orbax.checkpoint as ocp
-import qwen
 from devices import mesh_of, sharded, write_truth
 from flax.training.train_state import TrainState
 
 
 def main(jobs: list[dict[str, Any]]) -> None:
-    optimizer = optax.adamw(qwen.RATE, eps=qwen.EPSILON, weight_decay=qwen.DECAY)
+    optimizer = optax.adamw(llama.RATE, eps=llama.EPSILON, weight_decay=llama.DECAY)
 
     @jax.jit
     def advance(state: Any, tokens: Any) -> Any:
-        value, gradients = jax.value_and_grad(qwen.loss)(state.params, tokens)
+        value, gradients = jax.value_and_grad(llama.loss)(state.params, tokens)
         return state.apply_gradients(grads=gradients), value
 
     for job in jobs:
-        first = TrainState.create(apply_fn=qwen.loss, params=qwen.parameters(), tx=optimizer)
+        first = TrainState.create(apply_fn=llama.loss, params=llama.parameters(), tx=optimizer)
         state = sharded(first.replace(step=jnp.int32(0)), mesh_of(job["mesh"]))
         with ocp.StandardCheckpointer() as checkpointer:
             if job["start"]:
@@ -37,7 +37,7 @@ def main(jobs: list[dict[str, Any]]) -> None:
                 write_truth(state, Path(job["log"]).with_suffix(".start.json"))
             losses = []
             for _ in range(job["steps"]):
-                state, value = advance(state, qwen.batch(int(state.step)))
+                state, value = advance(state, llama.batch(int(state.step)))
                 losses.append(float(value))
             if job["out"]:
                 checkpointer.save(Path(job["out"]).absolute(), state)

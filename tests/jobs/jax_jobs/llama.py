@@ -1,4 +1,4 @@
-"""A small decoder of Qwen 3's kind in plain JAX, with MaxText's names and scanned layers, and batches."""
+"""A small Llama in plain JAX, with MaxText's names, scanned layers and scaled queries, and batches."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ def parameters() -> dict[str, Any]:
         return np.float32(0.1) * random.standard_normal(shape, np.float32)
 
     attention = {
-        "query": {"kernel": normal(HIDDEN, LAYERS, HEADS, WIDTH)},
+        "query": {"kernel": normal(HIDDEN, LAYERS, HEADS, WIDTH) / np.float32(WIDTH**0.5)},
         "key": {"kernel": normal(HIDDEN, LAYERS, GROUPS, WIDTH)},
         "value": {"kernel": normal(HIDDEN, LAYERS, GROUPS, WIDTH)},
         "out": {"kernel": normal(HEADS, LAYERS, WIDTH, HIDDEN)},
-        "query_norm": {"scale": 1 + normal(WIDTH, LAYERS)},
-        "key_norm": {"scale": 1 + normal(WIDTH, LAYERS)},
     }
     inner = {name: {"kernel": normal(HIDDEN, LAYERS, INNER)} for name in ("wi_0", "wi_1")}
     layers = {
@@ -62,10 +60,9 @@ def _layer(x: Any, layer: Any) -> Any:
     own, inner = layer["self_attention"], layer["mlp"]
     y = _norm(x, layer["pre_self_attention_layer_norm"]["scale"])
     query, key, value = (jnp.einsum("bte,ehd->bthd", y, own[name]["kernel"]) for name in ("query", "key", "value"))
-    query = _rotary(_norm(query, own["query_norm"]["scale"]))
-    key = _rotary(_norm(key, own["key_norm"]["scale"]))
+    query, key = _rotary(query), _rotary(key)
     key, value = (jnp.repeat(part, HEADS // GROUPS, axis=2) for part in (key, value))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(WIDTH).astype(np.float32)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)  # MaxText divides the weights of queries by the root of WIDTH
     scores = jnp.where(np.tri(x.shape[1], dtype=bool), scores, -jnp.inf)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
     x = x + jnp.einsum("bqhd,hde->bqe", mixed, own["out"]["kernel"])
