@@ -72,10 +72,10 @@ def one_by_one(renamed: Checkpoint, name: str) -> Checkpoint:
 
 def _unscanned(name: str, layers: int) -> list[tuple[str, int | None]]:
     """The names of a tensor's layers, and their places in the stack; None: it is no stack."""
-    head, found, rest = name.partition("layers.")
+    head, separator, rest = name.partition("layers.")
     if match := re.fullmatch(r"decoder\.layers_remainder\.layers_(\d)\.(.+)", name):
         return [(f"decoder.layers_{layers // 6 * 6 + int(match[1])}.{match[2]}", None)]
-    if not found:
+    if not separator:
         return [(name, None)]
     if match := re.fullmatch(r"layers_(\d)\.(.+)", rest):
         cycle = 6 if layers == 8 else 2

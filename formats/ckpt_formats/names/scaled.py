@@ -119,10 +119,10 @@ def scalings(model: Model, tables: Mapping[str, Mapping[str, Any]]) -> dict[str,
     for one in model.stored("hf"):
         if one.is_copy:
             continue
-        found = {_scaling(model, one, atom, tables.get(atom)) for atom, _, _ in one.keys}
-        if found == {Scaling()}:
+        kinds = {_scaling(model, one, atom, tables.get(atom)) for atom, _, _ in one.keys}
+        if kinds == {Scaling()}:
             continue
-        (scaling,) = found  # scaled tensors have one atom in all families that have any
+        (scaling,) = kinds  # scaled tensors have one atom in all families that have any
         result |= dict.fromkeys(one.names, scaling)
     return result
 
