@@ -112,7 +112,8 @@ def train(
     if path is not None and not by_dcp:
         policy = DeltaPolicy(base_every=5) if is_chain(path) else None
         form = ckpt.DCP() if path.endswith("items") else None
-        saver = Saver(model, optimizer, path, format=form, policy=policy, memory=1 << 18, stall_seconds=5.0)
+        options = {"format": form, "policy": policy, "protect": 1 if form is not None and "://" not in path else None}
+        saver = Saver(model, optimizer, path, memory=1 << 18, stall_seconds=5.0, **options)
     assert step is not None
     while step < STEPS:
         optimizer.zero_grad()
