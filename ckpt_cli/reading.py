@@ -160,7 +160,7 @@ def open_chain_state(chain: str, step: int | None, options: ReadOptions) -> "Cha
 def open_from_shadow(addresses: str) -> Checkpoint:
     """The state of the shadow at `tcp://HOST:PORT`, or of those of all parts, frozen until the command ends."""
     from ckpt.shadow.joined import JoinedShadows
-    from ckpt.shadow.wire import parse_addresses
+    from ckpt_formats.stores.wire import parse_addresses
 
     shadows = JoinedShadows(parse_addresses(addresses), shadow_credentials())
     click.get_current_context().call_on_close(shadows.close)

@@ -1,10 +1,10 @@
 """Serve a chain until a signal ends it."""
 
-from ckpt.serving.address import parse_address
 from ckpt.serving.server import ChainServer
 from ckpt_cli.options.shadow import ListenOptions
 from ckpt_cli.views.report import say
 from ckpt_cli.views.shadow import print_event, show_address, stopped_by_signals, tls
+from ckpt_formats.stores.address import parse_address
 
 
 def serve(chain: str, options: ListenOptions, as_json: bool) -> None:

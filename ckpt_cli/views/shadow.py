@@ -14,7 +14,6 @@ import click
 
 from ckpt.job import load_kernels
 from ckpt.pipeline import Resources
-from ckpt.serving.address import parse_address, tls_of
 from ckpt.shadow import follow as following
 from ckpt.shadow.follow import ShadowEvent
 from ckpt.shadow.shadow import Shadow, ShadowStatus
@@ -24,6 +23,7 @@ from ckpt_cli.progress import on_terminal, progress_bar
 from ckpt_cli.views import job
 from ckpt_cli.views.report import bounded, conclude, data, say
 from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.stores.address import parse_address, tls_of
 from ckpt_formats.stores.location import local_path
 
 if TYPE_CHECKING:

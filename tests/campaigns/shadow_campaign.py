@@ -26,7 +26,6 @@ from pathlib import Path
 
 from ckpt.pipeline import Execution
 from ckpt.serving import server as serving
-from ckpt.serving.address import NetworkAddress
 from ckpt.serving.server import ChainServer
 from ckpt.shadow import listener
 from ckpt.shadow import server as server_module
@@ -35,7 +34,8 @@ from ckpt.shadow.follow import follow
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
-from ckpt.shadow.wire import PeerGone
+from ckpt_formats.stores.address import NetworkAddress
+from ckpt_formats.stores.wire import PeerGone
 from ckpt_formats.universal.chain import chain_file, states
 from ckpt_formats.universal.chain import folder as chain_folder
 from gradient_logs import restored

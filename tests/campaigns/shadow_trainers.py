@@ -27,11 +27,11 @@ import torch
 import torch._dynamo  # which the first step of an optimizer would import in each run
 from torch import distributed, nn
 
-from ckpt.serving.address import NetworkAddress, parse_address
 from ckpt.shadow.client import ShadowConnection
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.tensor import read
+from ckpt_formats.stores.address import NetworkAddress, parse_address
 from ckpt_recorder import Recorder
 from recording_kills import Net, Progress, _arrays, _lives, _restored, forked, hash_of, last_of, waited
 from recording_kills import await_ended as await_writers

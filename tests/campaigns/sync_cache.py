@@ -24,8 +24,8 @@ import ml_dtypes
 import numpy as np
 
 from ckpt.following.follower import Follower
-from ckpt.serving.address import NetworkAddress
 from ckpt.serving.server import ChainServer
+from ckpt_formats.stores.address import NetworkAddress
 from object_stores import BUCKET, free_port, seaweedfs
 from published import PublishedRun, Weights
 from run import Round, alternated

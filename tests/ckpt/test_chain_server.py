@@ -16,11 +16,11 @@ import pytest
 from caching_proxy import caching_proxy
 from ckpt.serving import server as serving
 from ckpt.serving import stored_files
-from ckpt.serving.address import NetworkAddress, tls_of
 from ckpt.serving.server import ChainServer
 from ckpt_formats.core.errors import CkptError, CorruptError, InvalidArgumentError, NotFoundError, UnsafeError
 from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.place import Version
+from ckpt_formats.stores.address import NetworkAddress, tls_of
 from ckpt_formats.stores.http_client import Credentials
 from ckpt_formats.stores.http_place import HttpPlace
 from ckpt_formats.stores.location import read_place, source_path

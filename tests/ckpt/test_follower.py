@@ -11,7 +11,6 @@ import pytest
 
 from ckpt import Follower
 from ckpt.following import source
-from ckpt.serving.address import NetworkAddress
 from ckpt.serving.server import ChainServer
 from ckpt_formats.core.errors import (
     CkptError,
@@ -24,6 +23,7 @@ from ckpt_formats.core.errors import (
     UnsupportedError,
 )
 from ckpt_formats.core.geometry import Box
+from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.universal.boxes.table import BoxPlace
 from ckpt_formats.universal.published.model import PublishedModel, PublishedTensor, TensorPiece
 from ckpt_formats.universal.published.records import HEAD, ObjectRef, StepName, StepRecord

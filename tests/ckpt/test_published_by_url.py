@@ -14,10 +14,10 @@ from caching_proxy import caching_proxy
 from ckpt.following import decode
 from ckpt.following.follower import Follower
 from ckpt.serving import stored_files
-from ckpt.serving.address import NetworkAddress
 from ckpt.serving.server import ChainServer
 from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.layout import Rule
+from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.universal.published.records import StepName
 from damage import ckpt
 from followed_weights import FILES, bytes_of, publish, weights_at

@@ -13,13 +13,10 @@ import numpy as np
 import pytest
 
 from ckpt.pipeline import Execution
-from ckpt.serving.address import NetworkAddress, parse_address, tls_of
-from ckpt.shadow import connection as connection_module
-from ckpt.shadow import described, listener, server, wire
+from ckpt.shadow import described, listener, server
 from ckpt.shadow.client import ShadowConnection
 from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
-from ckpt.shadow.wire import FrameKind
 from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,
@@ -30,7 +27,11 @@ from ckpt_formats.core.errors import (
     UnsupportedError,
 )
 from ckpt_formats.core.tensor import ArrayBlob
+from ckpt_formats.stores import connection as connection_module
+from ckpt_formats.stores import wire
+from ckpt_formats.stores.address import NetworkAddress, parse_address, tls_of
 from ckpt_formats.stores.http_client import Credentials
+from ckpt_formats.stores.wire import FrameKind
 from damage import ckpt
 from gradient_logs import mutants, restored
 from growing_log import bits, log_with_fingerprints

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from ckpt.pipeline import Execution
-from ckpt.serving.address import NetworkAddress
 from ckpt.shadow import joined as joined_module
 from ckpt.shadow import server as server_module
 from ckpt.shadow.client import ShadowConnection
@@ -18,6 +17,7 @@ from ckpt.shadow.joined import JoinedShadows
 from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
 from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
+from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.universal.gradients import layout as layout_module
 from ckpt_formats.universal.gradients.layout import LoggedTensor
 from ckpt_formats.universal.gradients.parts import StatePart

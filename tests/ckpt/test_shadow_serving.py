@@ -19,7 +19,6 @@ import pytest
 
 from ckpt.pipeline import Execution
 from ckpt.serving import server as serving
-from ckpt.serving.address import NetworkAddress, tls_of
 from ckpt.serving.chain_files import ChainFiles, FileVersion
 from ckpt.serving.server import ChainServer
 from ckpt.shadow import mirror, segment_files
@@ -34,6 +33,7 @@ from ckpt_formats.core.errors import (
     UnsupportedError,
 )
 from ckpt_formats.core.state_names import from_stored
+from ckpt_formats.stores.address import NetworkAddress, tls_of
 from ckpt_formats.stores.http_client import NO_CREDENTIALS, Credentials
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps

@@ -9,13 +9,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ckpt.pipeline import Execution
-from ckpt.serving.address import NetworkAddress
 from ckpt.serving.server import ChainServer
 from ckpt.shadow.joined import JoinedShadows
 from ckpt.shadow.mirror import LogMirror
 from ckpt.shadow.server import Server
 from ckpt.shadow.shadow import Shadow
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.gradients.parts import StatePart
 from ckpt_formats.universal.gradients.record import Kind

@@ -7,8 +7,8 @@ import random
 import socket
 from collections.abc import Callable
 
-from ckpt.shadow import wire
-from ckpt.shadow.wire import FrameKind
+from ckpt_formats.stores import wire
+from ckpt_formats.stores.wire import FrameKind
 
 Peer = Callable[[socket.socket], None]
 

@@ -26,12 +26,12 @@ from urllib.parse import parse_qs, quote, unquote
 
 import xxhash
 
-from ckpt.serving.address import NetworkAddress, listening_socket
 from ckpt.serving.chain_files import ChainFiles, FileVersion, Lifetime, OpenedFile
 from ckpt_formats.core.arguments import StrPath
 from ckpt_formats.core.errors import CkptError, NotFoundError, UnsupportedError
 from ckpt_formats.core.place import Place
 from ckpt_formats.core.version import VERSION
+from ckpt_formats.stores.address import NetworkAddress, listening_socket
 from ckpt_formats.stores.location import read_place
 
 MAX_PEERS = 256

@@ -9,11 +9,8 @@ from types import TracebackType
 
 import numpy as np
 
-from ckpt.serving.address import NetworkAddress
-from ckpt.shadow import described, wire
-from ckpt.shadow.connection import Connection
+from ckpt.shadow import described
 from ckpt.shadow.described import PartOfState
-from ckpt.shadow.wire import FrameKind
 from ckpt_formats.core.checkpoint import Checkpoint, Edit
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import DType
@@ -21,7 +18,11 @@ from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Array, Blob, FileBlob
+from ckpt_formats.stores import wire
+from ckpt_formats.stores.address import NetworkAddress
+from ckpt_formats.stores.connection import Connection
 from ckpt_formats.stores.http_client import NO_CREDENTIALS, Credentials
+from ckpt_formats.stores.wire import FrameKind
 from ckpt_formats.universal.chunked import read_chunks
 
 

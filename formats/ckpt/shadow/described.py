@@ -8,7 +8,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt.shadow.wire import MAX_STATE
 from ckpt_formats.containers.json_checks import FieldReader
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import Checkpoint, Edit, Group, Origin, OriginalForm, Parameter, Role
@@ -20,6 +19,7 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.state_names import from_stored, to_stored
 from ckpt_formats.core.tensor import Blob, Tensor
 from ckpt_formats.core.values import Value, is_natural
+from ckpt_formats.stores.wire import MAX_STATE
 from ckpt_formats.universal.gradients.parts import MAX_PARTS
 
 _ROLES: dict[str, Role] = {"parameter": "parameter", "frozen": "frozen", "buffer": "buffer", "extra": "extra"}

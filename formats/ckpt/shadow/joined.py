@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 
-from ckpt.serving.address import NetworkAddress
 from ckpt.shadow.client import ShadowConnection
 from ckpt.shadow.described import PartOfState
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.errors import CorruptError, IncompleteError, InvalidArgumentError, UnsupportedError
+from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.http_client import NO_CREDENTIALS, Credentials
 
 AGREE_SECONDS = 60.0

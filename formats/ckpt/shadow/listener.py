@@ -13,10 +13,10 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
 
-from ckpt.serving.address import NetworkAddress, listening_socket
-from ckpt.shadow import wire
-from ckpt.shadow.wire import FrameKind, PeerGone
 from ckpt_formats.core.errors import CkptError, UnsupportedError
+from ckpt_formats.stores import wire
+from ckpt_formats.stores.address import NetworkAddress, listening_socket
+from ckpt_formats.stores.wire import FrameKind, PeerGone
 
 MAX_PEERS = 16
 """Connections at the same time. More are closed at once."""
@@ -27,11 +27,15 @@ LOGIN_SECONDS = 10.0
 class Listener(ABC):
     """Listens at an address until it is closed."""
 
+    _name = "shadow"
+    """What listens, for messages."""
+    _max_peers = MAX_PEERS
+
     def __init__(self, address: NetworkAddress, token: bytes | None = None, tls: ssl.SSLContext | None = None) -> None:
         """Listen at once. `token`: what readers must know; `tls`: certificate and key. Raises as `listening_socket`."""
         self._socket, self.address = listening_socket(address, token, tls)
         self._token, self._tls = token, tls
-        self._peers = threading.BoundedSemaphore(MAX_PEERS)
+        self._peers = threading.BoundedSemaphore(self._max_peers)
         threading.Thread(target=self._accept, name="ckpt-shadow-accept", daemon=True).start()
 
     def close(self) -> None:
@@ -85,7 +89,7 @@ class Listener(ABC):
         hello = {"protocol": wire.PROTOCOL, "nonce": nonce.hex(), "token": self._token is not None}
         wire.send(peer, FrameKind.HELLO, json.dumps(hello).encode(), LOGIN_SECONDS)
         kind, body = wire.receive(peer, wire.MAX_REQUEST, LOGIN_SECONDS)
-        refused = UnsupportedError("the token is missing, or is not the shadow's")
+        refused = UnsupportedError(f"the token is missing, or is not the {self._name}'s")
         try:
             fields = json.loads(body)
             client_nonce, given = bytes.fromhex(fields["nonce"]), bytes.fromhex(fields["proof"])

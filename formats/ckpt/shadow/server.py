@@ -7,16 +7,17 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from ckpt.serving.address import NetworkAddress
-from ckpt.shadow import described, wire
+from ckpt.shadow import described
 from ckpt.shadow.listener import Listener
 from ckpt.shadow.shadow import Shadow
-from ckpt.shadow.wire import FrameKind
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import FlatRangeBlob, Tensor
+from ckpt_formats.stores import wire
+from ckpt_formats.stores.address import NetworkAddress
+from ckpt_formats.stores.wire import FrameKind
 
 WAIT_SECONDS = 30.0
 """How long a peer waits until the state can be frozen, and how long one answer may take to be sent."""

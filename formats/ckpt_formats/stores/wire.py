@@ -1,4 +1,4 @@
-"""What shadows and their readers send each other: frames with a length and a hash, after the proof of a token.
+"""What shadows, holders and their peers send each other: frames with a length and a hash, after the proof of a token.
 
     reader                       shadow
                                  HELLO   JSON: protocol, nonce, whether a token is demanded
@@ -8,7 +8,13 @@
                                  VALUES  the values of the chunk, little-endian, C order
     ADVANCE  a step              STATE   the same at that later step (for parts of a state, which must agree on one)
 
-Instead of an answer, the shadow may send ERROR, and then it ends the connection. A state is frozen until the
+    sender, or reader            holder of pieces (`ckpt hold`), after the login
+    STORE  a piece               STORED  JSON: the bytes of the file that are held now
+    LIST   JSON: the run         HELD    JSON: the pieces that are held, or without a run the status
+    FETCH  JSON: a piece         VALUES  its bytes
+    DROP   JSON: a folder        STORED
+
+Instead of an answer, the listener may send ERROR, and then it ends the connection. A state is frozen until the
 connection ends. A frame is a head of 24 bytes and a body: `CKSH`, the kind, zeros, the length of the body, and the
 XXH3-64 of the body.
 """
@@ -22,7 +28,6 @@ from struct import Struct
 
 import xxhash
 
-from ckpt.serving.address import NetworkAddress, parse_address
 from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,
@@ -30,6 +35,7 @@ from ckpt_formats.core.errors import (
     NotFoundError,
     UnsupportedError,
 )
+from ckpt_formats.stores.address import NetworkAddress, parse_address
 
 PROTOCOL = 1
 HEAD = Struct("<4sB3xQQ")
@@ -40,6 +46,8 @@ CHUNK_NBYTES = 1 << 20
 """The maximum size of the values in a frame in bytes."""
 MAX_REQUEST = 1 << 12
 """The maximum size of a frame of a reader in bytes."""
+MAX_STORE = CHUNK_NBYTES + MAX_REQUEST
+"""The maximum size of a frame with a piece in bytes: its bytes after the text that says what it is."""
 MAX_STATE = 1 << 28
 """The maximum size of the text of a checkpoint in bytes."""
 NONCE = 32
@@ -56,6 +64,12 @@ class FrameKind(IntEnum):
     VALUES = 5
     ERROR = 6
     ADVANCE = 7
+    STORE = 8
+    STORED = 9
+    LIST = 10
+    HELD = 11
+    FETCH = 12
+    DROP = 13
 
 
 KINDS = frozenset(FrameKind)
@@ -103,7 +117,7 @@ def _receive_head(peer: socket.socket, max_nbytes: int, deadline: float) -> tupl
     """The kind of a frame, the length of its body, and its hash."""
     magic, kind, nbytes, digest = HEAD.unpack(_receive(peer, HEAD.size, deadline))
     if magic != MAGIC or kind not in KINDS:
-        raise CorruptError("not a frame of a shadow's protocol")
+        raise CorruptError("not a frame of this protocol")
     if nbytes > max_nbytes:
         raise CorruptError(f"a frame of {nbytes} bytes, more than {max_nbytes}")
     return FrameKind(kind), nbytes, digest
