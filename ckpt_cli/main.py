@@ -37,6 +37,7 @@ COMMANDS = {
     "shadow": "ckpt_cli.commands.shadow:shadow",
     "publish": "ckpt_cli.commands.publish:publish",
     "serve": "ckpt_cli.commands.serve:serve",
+    "hold": "ckpt_cli.commands.hold:hold",
     "log": "ckpt_cli.commands.log:log",
     "compact": "ckpt_cli.commands.compact:compact",
     "commit": "ckpt_cli.commands.commit:commit",

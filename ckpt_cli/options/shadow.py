@@ -1,4 +1,4 @@
-"""Options of `shadow` and `serve`."""
+"""Options of `shadow`, `serve` and `hold`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -9,7 +9,7 @@ import click
 
 from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.param_type import ParamType
-from ckpt_cli.options.types import CheckpointPath, numbers
+from ckpt_cli.options.types import CheckpointPath, SizeType, numbers
 from ckpt_formats.core.arguments import Positive
 
 if TYPE_CHECKING:
@@ -31,6 +31,15 @@ class ListenOptions:
     tls_key: str | None
     token: bytes | None = None
     """What readers must know, from the environment."""
+
+
+@dataclass(frozen=True)
+class HoldOptions:
+    """How much a holder may hold and where it listens; or the address of the one whose status is shown."""
+
+    memory: int | None
+    status: str | None
+    listening: ListenOptions
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,33 @@ def shadow_options(command: F) -> F:
                 help="Add a base to CHAIN at the first step, N or more steps after the last base, of which the run "
                 "recorded a fingerprint. It is compared with that first.",
             ),
+            group="Work",
+        ),
+    )
+
+
+def hold_options(command: F) -> F:
+    """The options of `hold`; the command gets them as `HoldOptions`."""
+
+    @wraps(command)
+    def wrapper(*args: Any, memory: int | None, status: str | None, **arguments: Any) -> Any:
+        listening = _listening(arguments)
+        options = HoldOptions(memory, status, listening)
+        if (status is None) == (memory is None or listening.listen is None):
+            raise click.UsageError("hold needs --memory and --listen, or only --status.")
+        return command(*args, options=options, **arguments)
+
+    listening = _listening_options(
+        cast(F, wrapper),
+        "Where senders and readers find the holder. HOST is localhost unless given; another one needs a token and TLS.",
+        required=False,
+    )
+    return cast(
+        F,
+        with_options(
+            listening,
+            click.option("--memory", type=SizeType(), metavar="SIZE", help="The most memory that pieces may take."),
+            click.option("--status", metavar="HOST:PORT", help="Show what the holder at this address has, and end."),
             group="Work",
         ),
     )

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt.holding.peers import Peers
     from ckpt_recorder.gradient_compression import int8, topk
     from ckpt_recorder.huggingface_callback import HuggingFaceCallback
     from ckpt_recorder.lightning_callback import LightningCallback
@@ -18,6 +19,7 @@ __all__ = [
     "Bases",
     "HuggingFaceCallback",
     "LightningCallback",
+    "Peers",
     "Recorder",
     "RecorderWarning",
     "int8",
@@ -29,6 +31,7 @@ _MODULES = {
     "Bases": "ckpt_recorder.options",
     "HuggingFaceCallback": "ckpt_recorder.huggingface_callback",
     "LightningCallback": "ckpt_recorder.lightning_callback",
+    "Peers": "ckpt.holding.peers",
     "Recorder": "ckpt_recorder.recorder",
     "RecorderWarning": "ckpt_recorder.options",
     "int8": "ckpt_recorder.gradient_compression",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from ckpt.holding.peers import Peers
 from ckpt_formats.core.errors import InvalidArgumentError
 
 WhenBroken = Literal["warn", "raise"]
@@ -78,6 +79,8 @@ class RecorderOptions:
     """`raise` stops training if the log cannot be written; `warn` continues without the log."""
     retry: int = 100
     """The number of steps after which a broken recording starts again; 0: never."""
+    peers: Peers | None = None
+    """The hosts that hold the log in memory, besides the chain."""
     rename: Callable[[str], str] | None = None
     """Returns the name in the log of a parameter or buffer, from its name in this rank's model: for ranks that have
     parts of one model under the same names, such as stages of a pipeline."""

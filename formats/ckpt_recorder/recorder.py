@@ -7,6 +7,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ckpt.holding.peers import HELD
 from ckpt_codecs.gradients import gradient_codec
 from ckpt_formats.core.errors import CkptError, OutputError, UnsupportedError
 from ckpt_formats.universal.gradients.layout import EXACTNESS, UPDATE, Exactness
@@ -58,6 +60,7 @@ class Recorder:
     Attributes:
         step: The number of the last step, or of the current one.
         broken: Why nothing is recorded at the moment; None if the recording works.
+        peers: Of each host that should hold what this rank records: "holds all", or why it does not.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Recorder:
         if self.options.bases.spread:
             self._bases = BaseSchedule(self.chain, self.options.bases, self._intervals, self._start_bases)
         self.broken: str | None = None
+        self.peers: dict[str, str] = {}
         self.is_in_block = False
         self._model, self._optimizer = model, optimizer
         self._pid = os.getpid()
@@ -285,6 +289,7 @@ class Recorder:
             slots=options.slots,
             flush_steps=self._intervals.flush_steps,
             flush_seconds=options.flush_seconds,
+            peers=None if options.peers is None else asdict(options.peers),
         )
         try:
             self._recording = RankRecording(self._run, share, layout, settings, options.stall_seconds)
@@ -737,9 +742,18 @@ class Recorder:
             return
         try:
             work(self._recording, *arguments, **named)
+            self._follow_peers(self._recording.peers)
         except (WriterBroken, CkptError) as error:
             self._end(str(error))
             self._warn_broken(str(error), f"; the recorder tries again every {self.options.retry} steps")
+
+    def _follow_peers(self, peers: dict[str, str]) -> None:
+        """Log what has changed of the hosts that hold the log."""
+        for address, state in peers.items():
+            if self.peers.get(address) != state:
+                level = logging.INFO if state == HELD else logging.WARNING
+                _LOG.log(level, "step %d: the holder %s: %s", self.step, address, state)
+                self.peers[address] = state
 
     def _warn_broken(self, reason: str, again: str) -> None:
         if self.options.when_broken == "raise":

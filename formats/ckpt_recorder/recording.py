@@ -123,6 +123,11 @@ class RankRecording:
     def writer_pid(self) -> int:
         return self._link.pid
 
+    @property
+    def peers(self) -> dict[str, str]:
+        """Of each host that should hold the log, the last that was said of it."""
+        return self._link.peers
+
     def close(self) -> str | None:
         """End the writer. Returns why something was not written; None if everything was written."""
         self._link.close()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -47,6 +47,11 @@ from ckpt_recorder.record_file import RecordFile
 from ckpt_training.writing.ring import Ring
 from ckpt_training.writing.trainer_messages import OrderWriter, execute_orders, reason_of
 
+if TYPE_CHECKING:
+    from ckpt.holding.sender import LogSender
+
+_CLOSE_SECONDS, _ORPHAN_SECONDS = 2.0, 60.0
+"""How long the end of a log waits until its holders have it: the trainer waits, too, unless it has ended."""
 _MAX_DELTAS = 31
 """The maximum number of differences after a record of full values: a restore decodes all of them."""
 
@@ -62,6 +67,8 @@ class WriterSettings:
     slots: int
     flush_steps: int
     flush_seconds: float
+    peers: dict[str, Any] | None = None
+    """The fields of `ckpt.holding.peers.Peers`: where else the log is held; None: nowhere."""
 
 
 class LogFile(RecordFile):
@@ -168,6 +175,8 @@ class LogWriter(OrderWriter):
         self._values = ValueEncoder()
         self._unflushed, self._flushed_at = 0, time.monotonic()
         self._flush_steps = settings.flush_steps
+        self._trainer = trainer
+        self._sender: LogSender | None = None
         self._report_errors(self._begin)
 
     def do(self, order: LogOrder, data: bytes) -> None:
@@ -185,29 +194,42 @@ class LogWriter(OrderWriter):
     def idle(self) -> None:
         """Flush if it is due. Called after some time without an order."""
         if time.monotonic() - self._flushed_at >= self._settings.flush_seconds:
-            self.close()
+            self._report_errors(self._flush)
 
     def close(self) -> None:
-        """Flush all written records to the disk."""
+        """Flush all written records to the disk, and send them to their holders."""
         self._report_errors(self._flush)
+        if self._sender is not None:
+            is_orphan = os.getppid() != self._trainer
+            self._sender.close(_ORPHAN_SECONDS if is_orphan else _CLOSE_SECONDS)
+            self._sender = None
 
     def _begin(self) -> None:
         file = LogFile(Path(self._settings.folder), self._settings.rank)
         layout = file.layout.ranks[self._settings.rank]
         self._encoder = Encoder(layout, gradient_codec(self._settings.codec), self._ring)
         self._file = file
+        if self._settings.peers is not None:
+            self._sender = _sender_of(self._settings, file, self._send)
         self._flush()
         self._send("ready")
 
     def _append(self, order: LogOrder, data: bytes) -> None:
         if self._file is None or self._encoder is None:
             return
+        kind = Kind.RANDOM if isinstance(order, WriteRandomStates) else Kind.VALUES
         if isinstance(order, WriteRandomStates):
-            self._file.append(Kind.RANDOM, order.step, *self._random.record(_generators(order, data)))
+            self._file.append(kind, order.step, *self._random.record(_generators(order, data)))
         elif isinstance(order, WriteValues):
-            self._file.append(Kind.VALUES, order.step, *self._values.record(order, data))
+            self._file.append(kind, order.step, *self._values.record(order, data))
         elif isinstance(order, WriteRecord):
+            kind = Kind(order.kind)
             _append(self._file, self._encoder, order)
+        else:
+            return
+        if self._sender is not None:
+            self._sender.advance(self._file.nbytes, kind, order.step)
+        if isinstance(order, WriteRecord):
             if order.kind == Kind.GRADIENTS:
                 self._file.check_path()
                 self._unflushed += 1
@@ -226,6 +248,19 @@ class LogWriter(OrderWriter):
         except Exception as error:
             self._file = None
             self._send(f"broken {reason_of(error)}")
+
+
+def _sender_of(settings: WriterSettings, file: LogFile, send: Callable[[str], None]) -> "LogSender":
+    """Start to send the log to its holders, and to say of each whether it has it."""
+    from ckpt.holding.peers import Peers
+    from ckpt.holding.sender import LogSender
+
+    def say(address: str, state: str) -> None:
+        send(f"peer {address} {' '.join(state.split())[:500]}")
+
+    sender = LogSender(Peers(**settings.peers or {}), Path(settings.folder), settings.rank, say)
+    sender.advance(file.nbytes, Kind.NOTES, file.layout.first)
+    return sender
 
 
 def _append(file: LogFile, encoder: Encoder, order: WriteRecord) -> None:

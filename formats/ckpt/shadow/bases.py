@@ -16,18 +16,10 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.stores.location import place_at
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain import folder
-from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
+from ckpt_formats.universal.chain.chain_file import ChainIndex, Member
 
 _WAIT_SECONDS = 60.0
 """How long to wait for another process that changes the chain."""
-
-
-def bases_of(chain: ChainIndex, logged: LoggedSteps) -> list[Member]:
-    """The members from which a segment can be followed, in the order of their steps."""
-    last = float("inf") if logged.step is None else logged.step
-    return [
-        one for one in chain.members if logged.first <= one.step <= last and (one.exact or one.content == logged.parent)
-    ]
 
 
 def add_base(

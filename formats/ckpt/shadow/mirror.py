@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
-from ckpt.shadow.bases import bases_of
 from ckpt.shadow.segment_files import MirroredFile, SegmentFiles
 from ckpt_formats.core.claims import MAX_INDEX
 from ckpt_formats.core.errors import (
@@ -274,7 +273,7 @@ class LogMirror:
 
     def _begin(self, chain: ChainIndex, logged: LoggedSteps) -> SegmentFiles:
         """Fetch the layout of a segment and its last base."""
-        bases = bases_of(chain, logged)
+        bases = chain.bases_of(logged)
         members = chain.upto(bases[-1].step) if bases else ()
         listed = self._list(logged.folder).get(layouts.NAME)
         if listed is None:

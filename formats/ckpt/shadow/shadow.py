@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.pipeline import Execution, Resources
-from ckpt.shadow.bases import add_base, bases_of
+from ckpt.shadow.bases import add_base
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.turns import Turns
 from ckpt_formats.core.arguments import StrPath
@@ -319,7 +319,7 @@ class Shadow:
 
     def _find(self, chain: ChainIndex, logged: LoggedSteps) -> HeldState | None:
         """A segment at the last base that it has reached; None if its start is not complete yet."""
-        bases = bases_of(chain, logged)
+        bases = chain.bases_of(logged)
         own = [] if logged.parent is not None else [None]
         try:
             for member in [*reversed(bases), *own]:

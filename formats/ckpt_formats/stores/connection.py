@@ -57,7 +57,7 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def send(self, kind: FrameKind, body: bytes | bytearray) -> None:
+    def send(self, kind: FrameKind, body: bytes) -> None:
         """Send a request. Raises `IncompleteError` if the other side is gone."""
         try:
             wire.send(self._socket, kind, body, self._seconds)

@@ -16,7 +16,7 @@ _CONTAINER_PARTS = {"s3": 1, "gs": 1, "az": 2}
 """How many parts of a URL name the bucket: `s3://bucket`, `gs://bucket`, `az://account/container`."""
 _WRITABLE = ("s3", "gs", "az")
 _WEB = ("http", "https")
-_PARITY = "parity"
+_PARITY, _PEERS = "parity", "peers"
 _OTHER_MACHINE = re.compile(r"([\w.-]{1,64})@([\w.-]{1,253}):(?!//)(.{1,4096})", re.DOTALL)
 """`user@host:path`."""
 _SYNONYMS = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
@@ -25,7 +25,9 @@ _OF_AZURE = ("abfs", "abfss", "wasb", "wasbs")
 """`abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/KEY`, as Hadoop writes it."""
 _REPOSITORY_KINDS = {"datasets": "dataset", "spaces": "space"}
 _FORMS = "s3://BUCKET/KEY, gs://BUCKET/KEY, az://ACCOUNT/CONTAINER/KEY"
-_READ = f"{_FORMS}, hf://ORGANISATION/MODEL[@REVISION][/PATH], https://HOST/PATH, parity:///PATH"
+_READ = (
+    f"{_FORMS}, hf://ORGANISATION/MODEL[@REVISION][/PATH], https://HOST/PATH, parity:///PATH, peers://HOST:PORT,…/RUN"
+)
 
 
 def is_url(text: str) -> bool:
@@ -69,6 +71,10 @@ def _read_path(place: StrPath, anonymous: bool, one_level: bool) -> Path:
         from ckpt_formats.stores.parity_store import open_parity
 
         return open_parity(place)
+    if scheme == _PEERS:
+        from ckpt_formats.stores.peers_store import open_peers
+
+        return open_peers(place)
     kind, parts = _parts(scheme, place)
     if kind == "hf":
         return _hub_path(place, parts, anonymous)

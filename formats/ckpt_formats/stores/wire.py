@@ -32,6 +32,7 @@ from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,
     IncompleteError,
+    NoSpaceError,
     NotFoundError,
     UnsupportedError,
 )
@@ -144,10 +145,11 @@ def _receive(peer: socket.socket, nbytes: int, deadline: float) -> bytearray:
 ERRORS: dict[str, type[CkptError]] = {
     "corrupt": CorruptError,
     "incomplete": IncompleteError,
+    "no space": NoSpaceError,
     "not found": NotFoundError,
     "unsupported": UnsupportedError,
 }
-"""The errors that a shadow names to its readers."""
+"""The errors that a listener names to its peers."""
 
 
 def error_name(error: CkptError) -> str:

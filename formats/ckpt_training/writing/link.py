@@ -55,6 +55,8 @@ class WriterLink:
         self._name = f"the process that writes {task}"
         self.messages: deque[tuple[str, str]] = deque()
         """Messages that only the process's own task knows: their first word, and the rest."""
+        self.peers: dict[str, str] = {}
+        """Of each host that should hold what is recorded, the last that the process said of it."""
         self._stall_seconds, self._is_stuck = stall_seconds, False
         self._status, status = os.pipe()
         os.set_blocking(self._status, False)
@@ -221,6 +223,9 @@ class WriterLink:
                 self._is_ready = True
             elif word == "broken":
                 self._reason = self._reason or rest
+            elif word == "peer":
+                address, _, state = rest.partition(" ")
+                self.peers[address] = state
             else:
                 self.messages.append((word, rest))
         return True

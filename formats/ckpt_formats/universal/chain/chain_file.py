@@ -183,6 +183,15 @@ class ChainIndex:
         needed = self.upto(member.step)
         return {one.folder for one in needed} | {shared.folder for one in needed for shared in one.shared}
 
+    def bases_of(self, logged: "LoggedSteps") -> list[Member]:
+        """The members from which a segment can be followed, in the order of their steps."""
+        last = float("inf") if logged.step is None else logged.step
+        return [
+            one
+            for one in self.members
+            if logged.first <= one.step <= last and (one.exact or one.content == logged.parent)
+        ]
+
     def upto(self, step: int) -> tuple[Member, ...]:
         """The members from its base to the one at this step. Empty if there is no such step."""
         at = next((i for i, member in enumerate(self.members) if member.step == step), None)

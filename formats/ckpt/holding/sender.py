@@ -1,0 +1,293 @@
+"""Send what a rank records to the hosts that hold it: the sender never makes the run wait.
+
+The files of the chain are the queue: what was not sent yet lies there. So a slow holder takes no memory, one that was
+started again is filled from the start, and one that is gone only makes a line in the log of the trainer.
+"""
+
+import json
+import os
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckpt.holding.peers import HELD, Peers
+from ckpt_formats.core.errors import CkptError, CorruptError
+from ckpt_formats.stores import held, wire
+from ckpt_formats.stores.address import NetworkAddress
+from ckpt_formats.stores.connection import Connection
+from ckpt_formats.stores.held import HeldFile, HeldRun, Piece, PieceName
+from ckpt_formats.stores.http_client import Credentials
+from ckpt_formats.stores.wire import FrameKind
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
+from ckpt_formats.universal.gradients import layout as layouts
+from ckpt_formats.universal.gradients.record import Kind
+from ckpt_formats.universal.gradients.segment import rank_file
+
+_SECONDS = 20.0
+"""How long a holder may take for a connection, or an answer, before it counts as gone."""
+_SOON, _LATE = 0.1, 5.0
+"""Seconds from one try to reach a holder to the next: twice as long each time."""
+_LOOK_SECONDS = 0.5
+"""From one look at the list of the chain to the next."""
+
+
+@dataclass
+class _SentFile:
+    """A file that is sent, as far as it was cut into pieces."""
+
+    path: Path
+    nbytes: int
+    """The bytes that may be sent."""
+    content: bytes | None = None
+    """All of a small file that is replaced by newer ones; its `version` counts them."""
+    version: int = 0
+    pieces: list[tuple[int, str]] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    """Where each piece begins."""
+    cut: int = 0
+    """Where the pieces end."""
+    ends: list[int] = field(default_factory=list)
+    """Where records end after which a step is whole."""
+    steps: list[int] = field(default_factory=list)
+    start_end: int | None = None
+    """Where the records end from which a replay begins."""
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of the file. Raises `OSError` if it has fewer."""
+        if self.content is not None:
+            return self.content[offset : offset + nbytes]
+        with self.path.open("rb", buffering=0) as file:
+            content = os.pread(file.fileno(), nbytes, offset)
+        if len(content) != nbytes:
+            raise OSError(f"{self.path.name} has become shorter")
+        return content
+
+    def cut_pieces(self, count: int) -> None:
+        """Cut what is new into pieces, until there are `count` of them. They are the same for all holders."""
+        while self.cut < self.nbytes and len(self.pieces) < count:
+            content = self.read(self.cut, min(wire.CHUNK_NBYTES, self.nbytes - self.cut))
+            self.pieces.append((len(content), held.digest_of(content)))
+            self.offsets.append(self.cut)
+            self.cut += len(content)
+
+    def step_at(self, end: int) -> int:
+        """The last step that is whole with the bytes before this one."""
+        at = bisect_right(self.ends, end)
+        return self.steps[at - 1] if at else 0
+
+
+@dataclass
+class PeerState:
+    """How far a holder is."""
+
+    address: NetworkAddress
+    text: str = ""
+    """`HELD`, or why it has not what is recorded."""
+    sent: int = 0
+    """Bytes that were sent to it."""
+
+
+class LogSender:
+    """Sends the log of a rank, and rank 0's the list and the base of the chain, each holder in a thread of its own."""
+
+    def __init__(self, peers: Peers, segment: Path, rank: int, say: Callable[[str, str], None]) -> None:
+        """Start at once. `segment`: the folder of the segment; `say`: is called with the address of
+        a holder and its state, when that changes.
+
+        Raises `CkptError` if the layout of the segment cannot be read.
+        """
+        layout = layouts.load(segment / layouts.NAME)
+        self._peers, self._segment, self._rank, self._say = peers, segment, rank, say
+        self._world, self._generation = len(layout.ranks), layout.run
+        self._run = peers.run or segment.parent.name
+        self._credentials = Credentials.of_user()
+        self._log = f"{segment.name}/{rank_file(rank)}"
+        self._files: dict[str, _SentFile] = {}
+        if rank == 0:
+            name = f"{segment.name}/{layouts.NAME}"
+            self._files[name] = _SentFile(segment / layouts.NAME, (segment / layouts.NAME).stat().st_size)
+        self._files[self._log] = _SentFile(segment / rank_file(rank), 0)
+        self._changed, self._is_closing = threading.Condition(), False
+        host = peers.host_of(rank, self._world)
+        self.states = tuple(PeerState(peers.addresses[one]) for one in peers.holders_of(host))
+        self._threads = [threading.Thread(target=self._send_all, args=(one,), daemon=True) for one in self.states]
+        if rank == 0:
+            threading.Thread(target=self._follow_chain, daemon=True).start()
+        for thread in self._threads:
+            thread.start()
+
+    def advance(self, nbytes: int, kind: Kind, step: int) -> None:
+        """Note that the log has a further record, and ends there."""
+        with self._changed:
+            file = self._files[self._log]
+            file.nbytes = nbytes
+            if kind is Kind.FINGERPRINT and file.start_end is None:
+                file.start_end = nbytes  # it follows the states at the start
+            file.ends.append(nbytes)
+            file.steps.append(step)
+            self._changed.notify_all()
+
+    def close(self, seconds: float) -> None:
+        """Send what is missing, and end after so many seconds at the latest."""
+        deadline = time.monotonic() + seconds
+        if self._rank == 0:
+            with suppress(CkptError, OSError):
+                self._look_at_chain()
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    # A thread for each holder
+
+    def _note(self, state: PeerState, text: str) -> None:
+        if state.text != text:
+            state.text = text
+            self._say(str(state.address), text)
+
+    def _send_all(self, state: PeerState) -> None:
+        pause = _SOON
+        while True:
+            try:
+                with closing(Connection(state.address, self._credentials, "holder", _SECONDS)) as connection:
+                    counts = self._counts(held.list_run(connection, self._run))
+                    pause = _SOON
+                    while self._send_missing(connection, counts, state):
+                        pass
+                return
+            except (CkptError, OSError) as error:
+                what = error.what if isinstance(error, CkptError) else str(error)
+                self._note(state, what)
+            with self._changed:
+                if self._is_closing:
+                    return
+                self._changed.wait_for(lambda: self._is_closing, pause)
+            pause = min(2 * pause, _LATE)
+
+    def _counts(self, run: HeldRun) -> dict[str, tuple[int, int]]:
+        """By file, how many of its pieces a holder has, and which version. Raises `CorruptError` if it has others."""
+        counts = {}
+        for name, file in run.get(self._generation, {}).items():
+            own = self._files.get(name)
+            if own is None or own.content is not None:
+                continue
+            with self._changed:
+                own.cut_pieces(len(file.pieces))
+                if list(file.pieces) != own.pieces[: len(file.pieces)]:
+                    raise CorruptError("has other pieces of this run", where=name)
+            counts[name] = (len(file.pieces), own.version)
+        return counts
+
+    def _send_missing(self, connection: Connection, counts: dict[str, tuple[int, int]], state: PeerState) -> bool:
+        """Send what a holder does not have. Returns whether the sender goes on; waits if there is nothing."""
+        with self._changed:
+            files = list(self._files.items())
+        sent = False
+        for name, file in files:
+            while (piece := self._next_piece(name, file, counts)) is not None:
+                connection.send(FrameKind.STORE, held.dump_piece(*piece))
+                connection.receive(FrameKind.STORED, wire.MAX_REQUEST)
+                count = 0 if piece[0].replaces else counts.get(name, (0, 0))[0]
+                counts[name] = (count + 1, file.version)
+                state.sent += len(piece[1])
+                sent = True
+        with self._changed:
+            if sent or len(self._files) > len(files):
+                return True
+            self._note(state, HELD)
+            if self._is_closing:
+                return False
+            self._changed.wait(_LOOK_SECONDS)
+        return True
+
+    def _next_piece(self, name: str, file: _SentFile, counts: dict[str, tuple[int, int]]) -> tuple[Piece, bytes] | None:
+        """The next piece that a holder does not have, and its bytes."""
+        with self._changed:
+            count, version = counts.get(name, (0, 0))
+            if file.content is not None and version != file.version:
+                count = 0
+            file.cut_pieces(count + 1)
+            if count >= len(file.pieces):
+                return None
+            nbytes, digest = file.pieces[count]
+            offset = file.offsets[count]
+            end = offset + nbytes
+            starts = file.start_end is not None and end >= file.start_end
+            content = file.read(offset, nbytes)
+            step = file.step_at(end)
+        piece = PieceName(self._run, self._generation, name, offset)
+        return Piece(piece, digest, step, starts, file.content is not None, self._world), content
+
+    # Rank 0
+
+    def _follow_chain(self) -> None:
+        """Send the list of the chain and its base as soon as they are there, then free what is older."""
+        is_freed = False
+        while not self._is_closing:
+            with suppress(CkptError, OSError):
+                self._look_at_chain()
+                if not is_freed and self._is_whole():
+                    self._free_older()
+                    is_freed = True
+            time.sleep(_LOOK_SECONDS)
+
+    def _look_at_chain(self) -> None:
+        chain = chain_file.load(self._segment.parent / chain_file.NAME)
+        logged = next((one for one in chain.segments if one.folder == self._segment.name), None)
+        if logged is None or logged.run != self._generation:
+            return
+        members = _base_of(chain, logged)
+        names = sorted(chain.folders_of(members[-1])) if members else []
+        paths = [path for name in names for path in sorted((self._segment.parent / name).rglob("*")) if path.is_file()]
+        contents = {one.content for one in members}
+        line = logged if logged.parent in contents else replace(logged, parent=None)
+        content = chain_file.dump(ChainIndex(members, (replace(line, step=None),)))
+        with self._changed:
+            for path in paths:
+                name = path.relative_to(self._segment.parent).as_posix()
+                if name not in self._files:
+                    self._files[name] = _SentFile(path, path.stat().st_size)
+            before = self._files.pop(chain_file.NAME, None)  # it comes last: what it names is held then
+            if before is None or before.content != content:
+                version = 1 if before is None else before.version + 1
+                before = _SentFile(self._segment, len(content), content, version)
+            self._files[chain_file.NAME] = before
+            self._changed.notify_all()
+
+    def _is_whole(self) -> bool:
+        """Whether a replay can begin with what is held: each rank's start, by all holders of it that answer."""
+        runs = dict[NetworkAddress, HeldRun]()
+        for address in self._peers.addresses:
+            with suppress(CkptError), closing(Connection(address, self._credentials, "holder", _SECONDS)) as one:
+                runs[address] = held.list_run(one, self._run)
+        for rank in range(self._world):
+            hosts = self._peers.holders_of(self._peers.host_of(rank, self._world))
+            names = [f"{self._segment.name}/{rank_file(rank)}", *([chain_file.NAME] if rank == 0 else [])]
+            for name in names:
+                addresses = [self._peers.addresses[host] for host in hosts]
+                files = [self._file_of(runs[one], name) for one in addresses if one in runs]
+                if not files or any(file is None or not (file.starts or name == chain_file.NAME) for file in files):
+                    return False
+        return True
+
+    def _file_of(self, run: HeldRun, name: str) -> HeldFile | None:
+        return run.get(self._generation, {}).get(name)
+
+    def _free_older(self) -> None:
+        request = json.dumps({"run": self._run, "keep": [self._generation]}).encode()
+        for address in self._peers.addresses:
+            with suppress(CkptError), closing(Connection(address, self._credentials, "holder", _SECONDS)) as one:
+                one.send(FrameKind.DROP, request)
+                one.receive(FrameKind.STORED, wire.MAX_REQUEST)
+
+
+def _base_of(chain: ChainIndex, logged: LoggedSteps) -> tuple[Member, ...]:
+    """The members that the last base of a segment needs; none if the segment has the state at its start itself."""
+    bases = chain.bases_of(logged)
+    return chain.upto(bases[-1].step) if bases else ()
