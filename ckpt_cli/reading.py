@@ -36,7 +36,7 @@ _MAX_ORDER = 1 << 28
 """Maximum bytes of a file of names."""
 _CONFIG = "config.json"
 _OTHERS_READ = stat.S_IRGRP | stat.S_IROTH
-SHADOW = "tcp://"
+SHADOW, PEERS = "tcp://", "peers://"
 """How the address of a shadow begins."""
 
 
@@ -143,16 +143,17 @@ def _brief(steps: Sequence[int | str]) -> str:
     return ", ".join(map(str, steps)) if len(steps) <= 6 else f"{steps[0]}, {steps[1]}, …, {steps[-1]}"
 
 
-def open_chain_state(chain: str, step: int | None, options: ReadOptions) -> "ChainState":
-    """The state of a step of a chain; its notices become notes."""
+def open_chain_state(chain: str, step: int | None, options: ReadOptions, other: str | None = None) -> "ChainState":
+    """The state of a step of a chain; its notices become notes. `other`: another copy of a chain that peers hold."""
     from ckpt.chains.restore import open_step
 
     with reading_headers(chain):
-        state = (
-            _open_shadow_state(chain, step)
-            if chain.startswith(SHADOW)
-            else open_step(source_place(chain), step, options)
-        )
+        if chain.startswith(SHADOW):
+            state = _open_shadow_state(chain, step)
+        elif chain.startswith(PEERS):
+            state = open_step(_open_peers(chain, other), step, options)
+        else:
+            state = open_step(source_place(chain), step, options)
     notes.note(*state.checkpoint.notices)
     return state
 
@@ -180,6 +181,19 @@ def shadow_credentials() -> "Credentials":
             weight=Weight.UNSURE,
         )
     return credentials
+
+
+def _open_peers(url: str, other: str | None) -> Path:
+    """A chain in the memory of peers; what is to be known of it becomes notes."""
+    from ckpt_formats.stores.peers_store import PeersStore, open_peers
+
+    shadow_credentials()  # notes a token that others see
+    path = open_peers(url, None if other is None else source_place(other))
+    assert isinstance(path.store, PeersStore)
+    notes.note(*path.store.notices)
+    for holder, reason in path.store.silent.items():
+        notes.note(f"{holder} does not answer: {printable(reason)}")
+    return path
 
 
 def _open_shadow_state(address: str, step: int | None) -> "ChainState":

@@ -69,8 +69,8 @@ With `--json`, every command prints **exactly one object** on stdout, also if it
 is damaged. Bytes are `nbytes`, and times are seconds. Fields may be added in later versions; a field never changes its
 meaning. "or null" means that the value may be missing.
 
-`ckpt shadow` and `ckpt follow` without `--once`, and `ckpt serve`, run until they are stopped. They print an object on
-a line of its own for each event: `event` says which.
+`ckpt shadow` and `ckpt follow` without `--once`, `ckpt serve` and `ckpt hold` run until they are stopped. They print an
+object on a line of its own for each event: `event` says which.
 """
 
 

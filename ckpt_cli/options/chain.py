@@ -98,13 +98,24 @@ def chain_state(command: F) -> F:
     """`CHAIN`, `--step` and the options of readers; the command gets the state as one `ChainState`."""
 
     @wraps(command)
-    def wrapper(*args: Any, chain: str, step: int | None, options: "ReadOptions", **arguments: Any) -> Any:
-        from ckpt_cli.reading import open_chain_state
+    def wrapper(
+        *args: Any, chain: str, step: int | None, other: str | None, options: "ReadOptions", **arguments: Any
+    ) -> Any:
+        from ckpt_cli.reading import PEERS, open_chain_state
 
-        return command(*args, state=open_chain_state(chain, step, options), **arguments)
+        if other is not None and not chain.startswith(PEERS):
+            raise click.UsageError("--from is for a run in the memory of peers: peers://HOST:PORT,HOST:PORT/RUN.")
+        return command(*args, state=open_chain_state(chain, step, options, other), **arguments)
 
     option = click.option("--step", type=numbers(Count), help="Which state.  [default: the last]")
-    return cast(F, click.argument("chain", type=CheckpointPath())(option(read_options(wrapper))))
+    other = click.option(
+        "--from",
+        "other",
+        type=CheckpointPath(),
+        metavar="PATH|URL",
+        help="If CHAIN is peers://…: another copy of the chain, for pieces that no peer has undamaged.",
+    )
+    return cast(F, click.argument("chain", type=CheckpointPath())(option(other(read_options(wrapper)))))
 
 
 def bases(command: F) -> F:

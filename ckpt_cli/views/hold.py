@@ -8,7 +8,7 @@ from ckpt_cli.reading import shadow_credentials
 from ckpt_cli.views.report import conclude, data, say
 from ckpt_cli.views.shadow import print_event, show_address, stopped_by_signals, tls
 from ckpt_formats.core.text import format_nbytes, printable
-from ckpt_formats.stores import held
+from ckpt_formats.stores import piece_requests
 from ckpt_formats.stores.address import parse_address
 from ckpt_formats.stores.connection import Connection
 
@@ -34,7 +34,7 @@ def show_status(address: str, as_json: bool) -> None:
     """Ask a holder what it has, and show it."""
     connection = Connection(parse_address(address), shadow_credentials(), "holder")
     try:
-        status = held.holder_status(connection)
+        status = piece_requests.holder_status(connection)
     finally:
         connection.close()
     if as_json:

@@ -1,5 +1,6 @@
 """Run `restore`, and show its result."""
 
+from dataclasses import asdict
 from typing import Any
 
 from ckpt.chains import restore as chain_restore
@@ -9,11 +10,12 @@ from ckpt.pipeline import Execution
 from ckpt_cli import notes
 from ckpt_cli.options.target import Target
 from ckpt_cli.progress import doing, progress_bar
+from ckpt_cli.reading import PEERS
 from ckpt_cli.views import job
-from ckpt_cli.views.report import conclude
+from ckpt_cli.views.report import conclude, say
 from ckpt_formats.core.checkpoint import OLDER, OLDEST_STEP
 from ckpt_formats.core.format import WritableFormat
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import format_nbytes, printable
 
 
 def show_plan(state: ChainState, target: Target, format: WritableFormat, resources: Execution, as_json: bool) -> None:
@@ -32,9 +34,31 @@ def restore(state: ChainState, target: Target, format: WritableFormat, resources
     notes.flush()
     with progress_bar("restoring") as progress:
         result = chain_restore.restore(state, target.path, format, resources, progress, target.overwrite)
-    job.show_result(result, as_json, _partial_json(state), job.Afterwards(resources, target.seal, target.protect))
+    peers = _peers_json(state)
+    for one in peers.get("peers", {}).get("damaged", ()):
+        notes.note(f"{one['holder']}: the piece of {one['file']} at byte {one['offset']} is damaged in its memory")
+    if not as_json:
+        for one in peers.get("peers", {}).get("sources", ()):
+            say(f"read {format_nbytes(one['nbytes'])} from {printable(one['source'])}")
+    more = {**_partial_json(state), **peers}
+    job.show_result(result, as_json, more, job.Afterwards(resources, target.seal, target.protect))
     if not (as_json or state.checkpoint.errors):
         conclude("exact: every bit is as it was saved")
+
+
+def _peers_json(state: ChainState) -> dict[str, Any]:
+    """From which holders the bytes came, which pieces were damaged, and who does not answer."""
+    store = getattr(state.run, "store", None)
+    if not str(state.run).startswith(PEERS) or store is None:
+        return {}
+    damaged = sorted(store.damaged, key=lambda one: (one.holder, one.file, one.offset))
+    return {
+        "peers": {
+            "sources": [{"source": name, "nbytes": nbytes} for name, nbytes in sorted(store.nbytes_from.items())],
+            "damaged": [asdict(one) for one in damaged],
+            "silent": [{"holder": holder, "reason": reason} for holder, reason in sorted(store.silent.items())],
+        }
+    }
 
 
 def _work_json(state: ChainState, resources: Execution) -> dict[str, Any]:

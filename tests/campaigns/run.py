@@ -56,6 +56,7 @@ WORKS = {
     "prune_kills": Work("prune_kills:rounds", "what removes checkpoints of a run is killed"),
     "parity_patterns": Work("protect_campaign:all_patterns", "all sets of blocks that small codes replace are lost"),
     "parity_damage": Work("protect_campaign:damage", "files of protected folders are damaged, and repaired"),
+    "peers_drill": Work("peers_campaign:rounds", "two hosts of a run are lost with what they hold"),
     "parity_kills": Work("protect_campaign:kills", "what writes parity and what repairs is killed"),
     "watch_kills": Work("watch_kills:rounds", "what stores the checkpoints of a run elsewhere is killed"),
     "shard_kills": Work("shard_kills:rounds", "shards that write one folder are killed"),

@@ -42,6 +42,7 @@ def test_odd_invocations_are_sixty_and_of_all_commands_that_read_or_write() -> N
         "rules",
         "shadow",
         "serve",
+        "hold",
         "compress",
         "decompress",
         "formats",

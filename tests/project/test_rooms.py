@@ -20,7 +20,8 @@ LIMITS = {
     # `runs` is about the checkpoints of a run: it finds, verifies and removes them; `watch` stores each in a chain or
     # as a copy, and compares values before it removes one; `publishing` follows a run by the same loop
     # `protection` writes parity beside files of any format, and repairs them
-    "ckpt": (21, 36),
+    # `holding` keeps pieces of logs in memory for other hosts, and lets peers in as `shadow` does
+    "ckpt": (22, 37),
     # `parity` is about blocks of files, whatever their format is
     "ckpt_formats": (9, 20),  # `stores` reads what lies in buckets; `registry` lists the folder of a run there
     "ckpt_codecs": (14, 51),  # `quantised` gives the values of weights that other libraries quantised

@@ -14,9 +14,9 @@ from typing import Any
 from ckpt.shadow.listener import Listener
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NoSpaceError, NotFoundError
 from ckpt_formats.core.text import format_nbytes
-from ckpt_formats.stores import held, wire
+from ckpt_formats.stores import piece_requests, wire
 from ckpt_formats.stores.address import NetworkAddress
-from ckpt_formats.stores.held import HeldFile, HeldRun, HeldStatus, Piece, PieceName
+from ckpt_formats.stores.piece_requests import HeldFile, HeldRun, HeldStatus, PieceName, SentPiece
 from ckpt_formats.stores.wire import FrameKind
 
 IDLE_SECONDS = 3600.0
@@ -28,7 +28,7 @@ PIECE_OVERHEAD = 1024
 
 
 @dataclass
-class _File:
+class _FileInMemory:
     """A file that is held."""
 
     pieces: list[bytearray] = field(default_factory=list)
@@ -52,10 +52,10 @@ class HeldPieces:
     def __init__(self, memory: int) -> None:
         """`memory`: the maximum number of bytes."""
         self.memory, self.nbytes = memory, 0
-        self._runs: dict[str, dict[str, dict[str, _File]]] = {}
+        self._runs: dict[str, dict[str, dict[str, _FileInMemory]]] = {}
         self._lock = threading.Lock()
 
-    def store(self, piece: Piece, content: bytearray) -> int:
+    def store(self, piece: SentPiece, content: bytearray) -> int:
         """Add a piece at the end of its file, or replace the file. Returns the bytes of the file that are held.
 
         A piece that is held already changes nothing. Raises `CorruptError` if another one is held in its place,
@@ -63,7 +63,7 @@ class HeldPieces:
         """
         name = piece.name
         with self._lock:
-            file = self._runs.get(name.run, {}).get(name.generation, {}).get(name.file) or _File()
+            file = self._runs.get(name.run, {}).get(name.generation, {}).get(name.file) or _FileInMemory()
             if not piece.replaces and name.offset < file.nbytes:
                 at = file.offsets.get(name.offset)
                 if at is None or file.digests[at] != piece.digest:
@@ -79,7 +79,7 @@ class HeldPieces:
                     hint="Start it with more --memory, or store bases more often: the log before them is freed.",
                 )
             if piece.replaces:
-                file = _File()
+                file = _FileInMemory()
             file.offsets[name.offset] = len(file.pieces)
             file.pieces.append(content)
             file.digests.append(piece.digest)
@@ -162,17 +162,17 @@ class Holder(Listener):
 
     def _answer_to(self, kind: FrameKind, body: bytearray) -> tuple[FrameKind, bytes | memoryview]:
         if kind is FrameKind.STORE:
-            return FrameKind.STORED, _json({"nbytes": self._pieces.store(*held.parse_piece(body))})
+            return FrameKind.STORED, _json({"nbytes": self._pieces.store(*piece_requests.parse_piece(body))})
         if kind is FrameKind.FETCH:
-            name = held.parse_name(held.parse_request(body, {}))
+            name = piece_requests.parse_name(piece_requests.parse_request(body, {}))
             return FrameKind.VALUES, memoryview(self._pieces.fetch(name))
         if kind is FrameKind.LIST:
-            run = held.parse_request(body, {}).get("run")
+            run = piece_requests.parse_request(body, {}).get("run")
             if run is None:
                 return FrameKind.HELD, _json(self._status())
-            return FrameKind.HELD, held.dump_run(self._pieces.run(str(run)))
+            return FrameKind.HELD, piece_requests.dump_run(self._pieces.run(str(run)))
         if kind is FrameKind.DROP:
-            fields = held.parse_request(body, {"run": str, "keep": list})
+            fields = piece_requests.parse_request(body, {"run": str, "keep": list})
             return FrameKind.STORED, _json({"nbytes": self._pieces.drop(fields["run"], fields["keep"])})
         raise CorruptError("not a request")
 

@@ -22,7 +22,7 @@ class Peers:
     hosts: Sequence[str]
     """The addresses of the holders, HOST:PORT: one for each host, in the order of the ranks."""
     scheme: str = "copies:2"
-    """`copies:N`: N other hosts hold all that a host records. Any N hosts may be lost."""
+    """`copies:N`: N other hosts hold all that a host records. Any N - 1 hosts may be lost, and the chain besides."""
     jump: int = 1
     """The distance between a host and those that hold its copies: the hosts of a rack, so that no rack has all."""
     run: str | None = None

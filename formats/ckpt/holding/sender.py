@@ -16,11 +16,11 @@ from pathlib import Path
 
 from ckpt.holding.peers import HELD, Peers
 from ckpt_formats.core.errors import CkptError, CorruptError
-from ckpt_formats.stores import held, wire
+from ckpt_formats.stores import piece_requests, wire
 from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.connection import Connection
-from ckpt_formats.stores.held import HeldFile, HeldRun, Piece, PieceName
 from ckpt_formats.stores.http_client import Credentials
+from ckpt_formats.stores.piece_requests import HeldFile, HeldRun, PieceName, SentPiece
 from ckpt_formats.stores.wire import FrameKind
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
@@ -71,7 +71,7 @@ class _SentFile:
         """Cut what is new into pieces, until there are `count` of them. They are the same for all holders."""
         while self.cut < self.nbytes and len(self.pieces) < count:
             content = self.read(self.cut, min(wire.CHUNK_NBYTES, self.nbytes - self.cut))
-            self.pieces.append((len(content), held.digest_of(content)))
+            self.pieces.append((len(content), piece_requests.digest_of(content)))
             self.offsets.append(self.cut)
             self.cut += len(content)
 
@@ -156,7 +156,7 @@ class LogSender:
         while True:
             try:
                 with closing(Connection(state.address, self._credentials, "holder", _SECONDS)) as connection:
-                    counts = self._counts(held.list_run(connection, self._run))
+                    counts = self._counts(piece_requests.list_run(connection, self._run))
                     pause = _SOON
                     while self._send_missing(connection, counts, state):
                         pass
@@ -191,7 +191,7 @@ class LogSender:
         sent = False
         for name, file in files:
             while (piece := self._next_piece(name, file, counts)) is not None:
-                connection.send(FrameKind.STORE, held.dump_piece(*piece))
+                connection.send(FrameKind.STORE, piece_requests.dump_piece(*piece))
                 connection.receive(FrameKind.STORED, wire.MAX_REQUEST)
                 count = 0 if piece[0].replaces else counts.get(name, (0, 0))[0]
                 counts[name] = (count + 1, file.version)
@@ -206,7 +206,9 @@ class LogSender:
             self._changed.wait(_LOOK_SECONDS)
         return True
 
-    def _next_piece(self, name: str, file: _SentFile, counts: dict[str, tuple[int, int]]) -> tuple[Piece, bytes] | None:
+    def _next_piece(
+        self, name: str, file: _SentFile, counts: dict[str, tuple[int, int]]
+    ) -> tuple[SentPiece, bytes] | None:
         """The next piece that a holder does not have, and its bytes."""
         with self._changed:
             count, version = counts.get(name, (0, 0))
@@ -222,7 +224,7 @@ class LogSender:
             content = file.read(offset, nbytes)
             step = file.step_at(end)
         piece = PieceName(self._run, self._generation, name, offset)
-        return Piece(piece, digest, step, starts, file.content is not None, self._world), content
+        return SentPiece(piece, digest, step, starts, file.content is not None, self._world), content
 
     # Rank 0
 
@@ -265,7 +267,7 @@ class LogSender:
         runs = dict[NetworkAddress, HeldRun]()
         for address in self._peers.addresses:
             with suppress(CkptError), closing(Connection(address, self._credentials, "holder", _SECONDS)) as one:
-                runs[address] = held.list_run(one, self._run)
+                runs[address] = piece_requests.list_run(one, self._run)
         for rank in range(self._world):
             hosts = self._peers.holders_of(self._peers.host_of(rank, self._world))
             names = [f"{self._segment.name}/{rank_file(rank)}", *([chain_file.NAME] if rank == 0 else [])]

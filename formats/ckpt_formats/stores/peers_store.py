@@ -4,6 +4,7 @@ Each piece is compared with the hash that its sender computed. If it does not fi
 another holder is asked, then the fallback: a folder or URL of the chain.
 """
 
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +18,12 @@ from typing import Any
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError, NotFoundError
 from ckpt_formats.core.files import read_range
 from ckpt_formats.core.store_path import StorePath
-from ckpt_formats.stores import held
+from ckpt_formats.stores import piece_requests
 from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.connection import Connection
-from ckpt_formats.stores.held import HeldFile, HeldRun, PieceName
 from ckpt_formats.stores.http_client import Credentials
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
+from ckpt_formats.stores.piece_requests import HeldFile, HeldRun, PieceName
 from ckpt_formats.stores.wire import parse_addresses
 
 SCHEME = "peers"
@@ -83,11 +84,12 @@ class PeersStore(ListedStore):
                 starts.append((at, nbytes))
                 at += nbytes
             self._pieces[name] = starts
-            objects[f"{run}/{name}"] = StoredObject(at, held.digest_of(repr(file.pieces).encode()), 0.0)
+            objects[f"{run}/{name}"] = StoredObject(at, piece_requests.digest_of(repr(file.pieces).encode()), 0.0)
         addresses = ",".join(str(answer.address) for answer in answers)
         super().__init__(f"{SCHEME}://{addresses}", objects, run)
         self._digests = {name: [digest for _, digest in file.pieces] for name, file in self._files.items()}
         self._connections = {answer.address: SimpleQueue[Connection]() for answer in answers}
+        weakref.finalize(self, _close_all, tuple(self._connections.values()))
         self._recent: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._lock_of_recent = Lock()
         self.nbytes_from: Counter[str] = Counter()
@@ -163,14 +165,14 @@ class PeersStore(ListedStore):
                     self.silent[str(answer.address)] = error.what
                 continue
             # A bit may also flip in the list of hashes: those of another holder tell then.
-            if len(content) == nbytes and held.digest_of(content) == own_digest:
+            if len(content) == nbytes and piece_requests.digest_of(content) == own_digest:
                 self.nbytes_from[str(answer.address)] += nbytes
                 return content
             self._note_damage(DamagedPiece(str(answer.address), name, start))
         if self._fallback is not None:
             with suppress(CkptError, OSError):
                 other = read_range(self._fallback / name, start, nbytes)
-                if held.digest_of(other) == digest:
+                if piece_requests.digest_of(other) == digest:
                     self.nbytes_from[str(self._fallback)] += nbytes
                     return other
         raise IncompleteError(
@@ -192,12 +194,19 @@ class PeersStore(ListedStore):
         except Empty:
             connection = Connection(address, Credentials.of_user(), "holder", _SECONDS)
         try:
-            content = held.fetch(connection, PieceName(self._run, self._generation, name, start))
+            content = piece_requests.fetch(connection, PieceName(self._run, self._generation, name, start))
         except BaseException:
             connection.close()
             raise
         free.put(connection)
         return content
+
+
+def _close_all(free: Sequence[SimpleQueue[Connection]]) -> None:
+    for queue in free:
+        with suppress(Empty):
+            while True:
+                queue.get_nowait().close()
 
 
 def open_peers(url: str, fallback: Path | None = None) -> StorePath:
@@ -211,7 +220,7 @@ def open_peers(url: str, fallback: Path | None = None) -> StorePath:
     hosts, _, key = url.partition("://")[2].partition("/")
     key = key.rstrip("/")
     run = key.partition("/")[0].rpartition("@")[0] or key.partition("/")[0]
-    if held.NAME.fullmatch(run) is None:
+    if piece_requests.NAME.fullmatch(run) is None:
         raise InvalidArgumentError(
             "names no run", where=url, hint="Write peers://HOST:PORT,HOST:PORT/RUN, such as peers://a:7079/run.chain."
         )
@@ -221,7 +230,7 @@ def open_peers(url: str, fallback: Path | None = None) -> StorePath:
         try:
             connection = Connection(address, credentials, "holder", _SECONDS)
             try:
-                return HolderAnswer(address, held.list_run(connection, run))
+                return HolderAnswer(address, piece_requests.list_run(connection, run))
             finally:
                 connection.close()
         except CkptError as error:

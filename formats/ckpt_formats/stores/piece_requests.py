@@ -20,7 +20,7 @@ from ckpt_formats.stores.wire import FrameKind
 
 NAME = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
 """A run, a generation, or a part of the name of a file."""
-MAX_NAME = 512
+_LONGEST_NAME = 512
 _MAX_PARTS = 6
 _TYPES = {"digest": str, "step": int, "starts": bool, "replaces": bool, "world": int}
 _MAX_NBYTES = 1 << 50
@@ -38,7 +38,7 @@ class PieceName:
 
     def __post_init__(self) -> None:
         names = (self.run, self.generation, self.file)
-        if not all(isinstance(name, str) and len(name) <= MAX_NAME for name in names):
+        if not all(isinstance(name, str) and len(name) <= _LONGEST_NAME for name in names):
             raise CorruptError("a name of a piece that is no text, or is too long")
         parts = (self.run, self.generation, *self.file.split("/"))
         if len(parts) > _MAX_PARTS + 2 or not all(NAME.fullmatch(part) for part in parts):
@@ -48,7 +48,7 @@ class PieceName:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SentPiece:
     """A piece of a file, and what its sender says of it."""
 
     name: PieceName
@@ -112,21 +112,21 @@ def digest_of(content: bytes | bytearray | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def dump_piece(piece: Piece, content: bytes) -> bytes:
+def dump_piece(piece: SentPiece, content: bytes) -> bytes:
     """The body of STORE."""
     fields = asdict(piece)
     text = json.dumps({**fields.pop("name"), **fields}, separators=(",", ":")).encode()
     return len(text).to_bytes(4, "little") + text + content
 
 
-def parse_piece(body: bytearray) -> tuple[Piece, bytearray]:
+def parse_piece(body: bytearray) -> tuple[SentPiece, bytearray]:
     """A piece and its bytes. Raises `CorruptError` if it is none, or does not have its hash."""
     end = 4 + int.from_bytes(body[:4], "little")
     if not 4 < end <= min(len(body), wire.MAX_REQUEST):
         raise CorruptError("not a piece")
     fields = parse_request(body[4:end], _TYPES)
     content = body[end:]
-    piece = Piece(parse_name(fields), **{name: fields[name] for name in _TYPES})
+    piece = SentPiece(parse_name(fields), **{name: fields[name] for name in _TYPES})
     if len(content) > wire.CHUNK_NBYTES or not content or not 0 <= piece.step < 1 << 62:
         raise CorruptError("a piece of a size or step that no piece has")
     if digest_of(content) != piece.digest:

@@ -1,0 +1,148 @@
+"""Lose two of eight hosts of a run, with what they hold and with the chain, and restore its last step from the rest.
+
+    python tests/campaigns/run.py peers_drill --rounds 1          (~1 GB of state; `--seed` chooses which hosts)
+
+Each host is a process of `ckpt hold` and a rank of a recorded run, whose chain is in /dev/shm. Two ranks, their writers
+and their holders are killed at once, then the others, and the chain is moved away. What the holders that are left give
+must have the bits of that chain at the last step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+HOSTS = 8
+STEPS = 4
+SECONDS = 300.0
+GB = 1 << 30
+
+
+def rounds(folder: Path, seed: int) -> Iterator[object]:
+    """Rounds without end."""
+    from run import Round
+
+    for number in range(1 << 30):
+        yield Round(f"two of {HOSTS} hosts", partial(drill, folder, seed + number, GB))
+
+
+def drill(folder: Path, seed: int, nbytes: int, hosts: int = HOSTS) -> Mapping[str, int]:
+    """One drill with a state of about so many bytes. Returns what it took, in milliseconds."""
+    import ckpt
+    from ckpt_formats.core.tensor import read
+    from ckpt_formats.stores.peers_store import PeersStore, open_peers
+    from ckpt_formats.universal.chain import chain_file, states
+
+    draw = random.Random(seed)
+    work = Path("/dev/shm") / f"peers-{os.getpid()}-{seed}"
+    work.mkdir()
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        addresses = []
+        for _ in range(hosts):
+            holder = _start("-m", "ckpt_cli", "hold", "--memory", "4G", "--listen", "127.0.0.1:0", "--json")
+            processes.append(holder)
+            assert holder.stdout is not None
+            addresses.append(json.loads(holder.stdout.readline())["address"])
+        numel = nbytes // 12 // hosts
+        ranks = [
+            _start(__file__, str(rank), str(hosts), str(work), str(numel), ",".join(addresses)) for rank in range(hosts)
+        ]
+        processes += ranks
+        deadline = time.monotonic() + SECONDS
+        while len(list(work.glob("held-*"))) < hosts:
+            assert time.monotonic() < deadline, "the holders were not filled in time"
+            assert all(one.poll() is None for one in ranks), "a rank has ended"
+            time.sleep(0.05)
+        lost = sorted(draw.sample(range(hosts), 2))
+        for host in lost:
+            processes[host].kill()
+            ranks[host].kill()
+        for rank in ranks:
+            rank.kill()
+        writers = [int(pid) for one in work.glob("held-*") for pid in one.read_text().split()]
+        for pid in writers:
+            _kill(pid)
+        (work / "run.chain").rename(work / "lost")
+        left = [address for host, address in enumerate(addresses) if host not in lost]
+        begin = time.monotonic()
+        path = open_peers(f"peers://{','.join(left)}/run.chain")
+        chain = chain_file.load(path / chain_file.NAME)
+        step = states.last_step(path, chain)
+        run = ckpt.Chain(path)[step]
+        ckpt.Job(run, work / "restored", ckpt.Universal()).run(resources=ckpt.Resources(workers=2))
+        seconds = time.monotonic() - begin
+        assert step == STEPS, f"step {step} of {STEPS}, without hosts {lost}"
+        assert isinstance(path.store, PeersStore)
+        assert not path.store.damaged
+        expected = ckpt.Chain(work / "lost")[step]
+        restored = ckpt.open(work / "restored")
+        for (name, state, before), (_, _, after) in zip(expected.tensors(), restored.tensors(), strict=True):
+            assert (read(before) == read(after)).all(), f"{name} {state} differs, without hosts {lost}"
+        return {"restored": 1, "milliseconds": round(seconds * 1000), "nbytes": sum(path.store.nbytes_from.values())}
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+        subprocess.run(["rm", "-rf", str(work)], check=True)
+
+
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.Popen(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def train(rank: int, world: int, work: Path, numel: int, addresses: list[str]) -> None:
+    """Train one rank's part of a model, until the hosts hold its last step; then wait to be killed."""
+    import torch
+    from torch import distributed, nn
+
+    from ckpt.holding.peers import HELD
+    from ckpt_recorder import Peers, Recorder
+
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    distributed.init_process_group("gloo", init_method=f"file://{work}/store", rank=rank, world_size=world)
+    model = nn.ParameterList([nn.Parameter(torch.randn(numel // 4)) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    peers = Peers(addresses, "copies:3")
+    recorder = Recorder(
+        model, optimizer, work / "run.chain", peers=peers, prove=False, rename=lambda name: f"parts.{rank}.{name}"
+    )
+    for _ in range(STEPS):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        recorder.note()
+    time.sleep(1.0)
+    while True:
+        recorder.note()
+        if len(recorder.peers) == peers.copies and set(recorder.peers.values()) == {HELD}:
+            break
+        time.sleep(0.1)
+    time.sleep(2.0)  # rank 0 looks at the chain's list twice a second
+    draft = work / f"draft-{rank}"
+    draft.write_text(str(recorder.writer_pid))
+    draft.rename(work / f"held-{rank}")
+    time.sleep(SECONDS)
+
+
+if __name__ == "__main__":
+    train(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5].split(","))

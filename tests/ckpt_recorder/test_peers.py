@@ -1,0 +1,320 @@
+"""What a run records is in the memory of its peers: checked, whole or not there, and never in the way of the run."""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt.holding.holder import HeldPieces, Holder
+from ckpt.holding.peers import HELD
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    NoSpaceError,
+    UnsupportedError,
+)
+from ckpt_formats.core.tensor import read
+from ckpt_formats.stores import piece_requests, wire
+from ckpt_formats.stores.address import NetworkAddress
+from ckpt_formats.stores.connection import Connection
+from ckpt_formats.stores.http_client import Credentials
+from ckpt_formats.stores.peers_store import PeersStore, open_peers
+from ckpt_formats.stores.piece_requests import PieceName, SentPiece
+from ckpt_formats.stores.wire import FrameKind
+from ckpt_formats.universal.chain import chain_file, states
+from ckpt_recorder import Peers, Recorder
+from damage import ckpt
+from shadow_peers import frame, log_in, until_end
+
+HERE = NetworkAddress("127.0.0.1", 0)
+TOKEN = b"a token that is long enough"
+MEMORY = 1 << 26
+STEPS = 12
+SECONDS = 30.0
+
+
+@dataclass
+class Host:
+    """A host of the run: what it holds, and where it listens."""
+
+    pieces: HeldPieces
+    holder: Holder
+
+    @classmethod
+    def start(cls, memory: int = MEMORY, address: NetworkAddress = HERE, token: bytes | None = None) -> "Host":
+        pieces = HeldPieces(memory)
+        return cls(pieces, Holder(pieces, address, token))
+
+    @property
+    def address(self) -> str:
+        return str(self.holder.address)
+
+    def connection(self, token: bytes | None = None) -> Connection:
+        return Connection(self.holder.address, Credentials(token), "holder", 5.0)
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def run(chain: Path, peers: Peers, steps: int, during: Callable[[Recorder, int], None] | None = None) -> nn.Module:
+    """A run of so many steps, whose model is returned."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 700), nn.Tanh(), nn.Linear(700, 129))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with Recorder(model, optimizer, chain, peers=peers, prove=False, fingerprint=4) as recorder:
+        for step in range(steps):
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if during is not None:
+                during(recorder, step + 1)
+    return model
+
+
+def url_of(hosts: list[Host], run: str = "run.chain") -> str:
+    return f"peers://{','.join(host.address for host in hosts)}/{run}"
+
+
+def state_at(path: Path, step: int) -> Checkpoint:
+    return states.open_state(path, chain_file.load(path / chain_file.NAME), step)
+
+
+def weights(checkpoint: Checkpoint) -> dict[str, bytes]:
+    return {f"{name} {state}": read(tensor).tobytes() for name, state, tensor in checkpoint.tensors()}
+
+
+@dataclass
+class Held:
+    """A run that three hosts hold, the first of which recorded it."""
+
+    hosts: list[Host]
+    chain: Path
+    model: nn.Module
+    state: dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
+    hosts = [Host.start() for _ in range(3)]
+    chain = tmp_path_factory.mktemp("peers") / "run.chain"
+    model = run(chain, Peers([host.address for host in hosts]), STEPS)
+    yield Held(hosts, chain, model, weights(state_at(chain, STEPS)))
+    for host in hosts:
+        host.holder.close()
+
+
+@pytest.fixture
+def flipped(recorded: Held) -> Iterator[Callable[[Host, int], str]]:
+    """Flips a bit of a piece in a host's memory, until the test ends. Returns the file."""
+    undo = []
+
+    def flip(host: Host, number: int) -> str:
+        (files,) = host.pieces._runs["run.chain"].values()
+        name = next(name for name in files if name.endswith(".ckg"))
+        piece = files[name].pieces[number]
+        piece[len(piece) // 2] ^= 1
+        undo.append((piece, len(piece) // 2))
+        return name
+
+    yield flip
+    for piece, at in undo:
+        piece[at] ^= 1
+
+
+def test_two_other_hosts_hold_what_a_host_records(recorded: Held) -> None:
+    assert [len(host.pieces.status) for host in recorded.hosts] == [0, 1, 1]
+    assert {one.step for host in recorded.hosts for one in host.pieces.status} == {STEPS}
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_any_host_that_is_left_has_the_last_step_without_the_chain(recorded: Held, left: int, tmp_path: Path) -> None:
+    answer = ckpt("restore", url_of([recorded.hosts[left]]), tmp_path / "out", "--json", "--to", "universal")
+    fields = json.loads(answer.out)
+    assert fields["peers"]["damaged"] == []
+    assert [one["source"] for one in fields["peers"]["sources"]] == [recorded.hosts[left].address]
+    import ckpt as library
+
+    assert weights(library.open(tmp_path / "out")) == recorded.state
+
+
+def test_a_flipped_bit_in_memory_is_named_and_read_from_another_host(
+    recorded: Held, flipped: Callable[[Host, int], str], tmp_path: Path
+) -> None:
+    name = flipped(recorded.hosts[1], 1)
+    path = open_peers(url_of(recorded.hosts[1:]))
+    assert weights(state_at(path, STEPS)) == recorded.state
+    assert isinstance(path.store, PeersStore)
+    assert [(one.holder, one.file) for one in path.store.damaged] == [(recorded.hosts[1].address, name)]
+    notes = ckpt("restore", url_of(recorded.hosts[1:]), tmp_path / "out").err
+    assert f"{recorded.hosts[1].address}: the piece of {name} at byte" in " ".join(notes.split())
+
+
+def test_a_piece_that_is_damaged_everywhere_comes_from_the_chain_or_is_an_error(
+    recorded: Held, flipped: Callable[[Host, int], str], tmp_path: Path
+) -> None:
+    name = flipped(recorded.hosts[1], 1)
+    flipped(recorded.hosts[2], 1)
+    url = url_of(recorded.hosts)
+    with pytest.raises(IncompleteError, match=name):
+        weights(state_at(open_peers(url), STEPS))
+    assert ckpt("restore", url, tmp_path / "none").code == 20
+    fields = json.loads(ckpt("restore", url, tmp_path / "out", "--from", recorded.chain, "--json").out)
+    assert str(recorded.chain) in [one["source"] for one in fields["peers"]["sources"]]
+    assert len(fields["peers"]["damaged"]) == 2
+
+
+def test_a_host_that_comes_late_is_filled_and_the_run_does_not_wait_for_it(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        late = NetworkAddress("127.0.0.1", unused.getsockname()[1])
+    first, hosts = Host.start(), list[Host]()
+    states_of_late = []
+
+    def during(recorder: Recorder, step: int) -> None:
+        if step == 3:
+            wait_until(lambda: bool(recorder.note() or recorder.peers.get(str(late))))
+            states_of_late.append(recorder.peers[str(late)])
+            hosts.append(Host.start(address=late))
+            wait_until(lambda: bool(recorder.note() or recorder.peers[str(late)] == HELD))
+
+    run(tmp_path / "run.chain", Peers([first.address, str(late)], "copies:1"), 5, during)
+    assert "no holder can be reached" in states_of_late[0]
+    path = open_peers(url_of(hosts))
+    assert weights(state_at(path, 5)) == weights(state_at(tmp_path / "run.chain", 5))
+    for host in (first, *hosts):
+        host.holder.close()
+
+
+def test_a_holder_refuses_more_than_its_memory_and_the_run_goes_on(tmp_path: Path) -> None:
+    first, small = Host.start(), Host.start(memory=1 << 19)
+    seen = []
+
+    def during(recorder: Recorder, step: int) -> None:
+        if step == 2:
+            wait_until(lambda: bool(recorder.note() or recorder.peers.get(small.address)))
+            seen.append(recorder.peers[small.address])
+
+    run(tmp_path / "run.chain", Peers([first.address, small.address], "copies:1"), 3, during)
+    assert "may use 512" in seen[0]
+    assert small.pieces.nbytes <= 1 << 19
+    assert weights(state_at(tmp_path / "run.chain", 3))
+    with pytest.raises(IncompleteError, match="do not have all ranks"):
+        open_peers(url_of([small]))
+    for host in (first, small):
+        host.holder.close()
+
+
+PIECE = SentPiece(PieceName("run", "g", "a/b.ckg", 0), piece_requests.digest_of(b"12345678"), 1, True, False, 1)
+
+
+def test_pieces_are_held_in_order_and_only_once() -> None:
+    pieces = HeldPieces(1 << 20)
+    assert pieces.store(PIECE, bytearray(b"12345678")) == 8
+    assert pieces.store(PIECE, bytearray(b"12345678")) == 8  # sent again
+    nbytes = pieces.nbytes
+    with pytest.raises(CorruptError, match="another piece"):
+        pieces.store(replace(PIECE, digest=piece_requests.digest_of(b"x")), bytearray(b"x"))
+    with pytest.raises(IncompleteError, match="before"):
+        pieces.store(replace(PIECE, name=replace(PIECE.name, offset=9)), bytearray(b"12345678"))
+    with pytest.raises(NoSpaceError):
+        pieces.store(replace(PIECE, name=replace(PIECE.name, offset=8)), bytearray(1 << 20))
+    assert pieces.nbytes == nbytes
+    assert bytes(pieces.fetch(PIECE.name)) == b"12345678"
+    assert pieces.drop("run", []) == 0
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "x//y", "x/.hidden", "x" * 200, "a/" * 9 + "a", ""])
+def test_a_name_that_leads_elsewhere_is_no_piece(name: str) -> None:
+    with pytest.raises(CorruptError):
+        PieceName("run", "g", name, 0)
+
+
+EMPTY = replace(PIECE, digest=piece_requests.digest_of(b""))
+HOSTILE = {
+    "a size beyond the limit": frame(FrameKind.STORE, b"", nbytes=1 << 60),
+    "a piece beyond the limit": frame(FrameKind.STORE, b"\0" * wire.MAX_REQUEST, nbytes=wire.MAX_STORE + 1),
+    "a text beyond the body": frame(FrameKind.STORE, (1 << 30).to_bytes(4, "little") + b"{}"),
+    "no text": frame(FrameKind.STORE, b"\0\0\0"),
+    "a damaged piece": frame(FrameKind.STORE, piece_requests.dump_piece(PIECE, b"12345679")),
+    "an empty piece": frame(FrameKind.STORE, piece_requests.dump_piece(EMPTY, b"")),
+    "a deep text": frame(FrameKind.LIST, b"[" * 4000),
+    "a list of no text": frame(FrameKind.DROP, b'{"run": 1, "keep": 2}'),
+    "a fetch of nothing": frame(FrameKind.FETCH, b"{}"),
+    "half a frame": frame(FrameKind.STORE, piece_requests.dump_piece(PIECE, b"12345678"))[:-3],
+    "another protocol": b"GET / HTTP/1.1\r\n\r\n" + b" " * 64,
+    "a frame of a shadow": frame(FrameKind.READ, b"\0" * 8),
+}
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Host]:
+    host = Host.start(token=TOKEN)
+    yield host
+    host.holder.close()
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_peer_changes_nothing(guarded: Host, content: bytes) -> None:
+    with closing(guarded.connection(TOKEN)) as connection:
+        connection._socket.sendall(content)
+        connection._socket.shutdown(socket.SHUT_WR)
+        answer = until_end(connection._socket)
+    assert bytes([FrameKind.STORED]) != answer[4:5]
+    assert guarded.pieces.nbytes == 0
+    with closing(guarded.connection(TOKEN)) as connection:
+        assert piece_requests.holder_status(connection).nbytes == 0
+
+
+@pytest.mark.parametrize("token", [None, b"another token that is long"])
+def test_a_peer_without_the_token_is_refused(guarded: Host, token: bytes | None) -> None:
+    with pytest.raises(UnsupportedError, match="token"), closing(guarded.connection(token)) as connection:
+        piece_requests.list_run(connection, "run")
+
+
+def test_a_login_that_is_sent_again_is_refused(guarded: Host) -> None:
+    """A recorded login has the proof of another nonce."""
+    with socket.create_connection((guarded.holder.address.host, guarded.holder.address.port)) as first:
+        _, hello = wire.receive(first, wire.MAX_REQUEST, 5)
+        nonce = bytes.fromhex(json.loads(hello)["nonce"])
+        old = wire.proof(TOKEN, nonce, b"\x11" * wire.NONCE).hex()
+    with socket.create_connection((guarded.holder.address.host, guarded.holder.address.port)) as second:
+        log_in(second, old)
+        assert wire.receive(second, wire.MAX_REQUEST, 5)[0] is FrameKind.ERROR
+
+
+def test_the_hosts_of_a_circle_hold_for_those_before_them_at_a_distance() -> None:
+    peers = Peers([f"h{number}:1" for number in range(6)], "copies:2", jump=2)
+    assert peers.order == (0, 2, 4, 1, 3, 5)
+    assert peers.holders_of(4) == (1, 3)
+    holders = [one for host in range(6) for one in peers.holders_of(host)]
+    assert sorted(holders) == sorted([*range(6)] * 2)
+    assert [peers.host_of(rank, 12) for rank in (0, 1, 2, 11)] == [0, 0, 1, 5]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "fields"),
+    [
+        ("a:1", {}),
+        (["a:1", "a:1", "b:1"], {}),
+        (["a:1", "b:1"], {}),
+        (["a:1", "b:1", "c:1"], {"scheme": "raid"}),
+        (["a:1", "b:1", "c:1"], {"jump": 0}),
+        (["a", "b:1", "c:1"], {}),
+    ],
+)
+def test_peers_that_cannot_be_are_refused(hosts: list[str], fields: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        Peers(hosts, **fields)  # type: ignore[arg-type]
