@@ -131,7 +131,7 @@ def _compression(
     zstd = f"zstd -T{threads} -3"
     encode = {
         "cp and fsync": Program(named["cp and fsync"].command),
-        "ckpt compress": Program([*CKPT, "compress", str(source), file, "--workers", str(threads)]),
+        "ckpt compress": Program([*CKPT, "compress", str(source), f"{file}/", "--workers", str(threads)]),
         zstd: Program(named[zstd].command),
     }
     if has(options.peers, "zipnn"):

@@ -544,3 +544,26 @@ def test_optimizer_is_matched_to_the_trained_one_of_two_models(average: str, tmp
         if one.requires_grad:
             assert np.array_equal(read(states["exp_avg"]), optimizer.state[one]["exp_avg"].numpy())
     assert {p.role for name, p in run.parameters.items() if name.startswith(f"{average}.")} == {"frozen"}
+
+
+@pytest.mark.parametrize("is_master", [True, False])
+def test_states_called_fp32_are_masters_if_they_round_to_the_weights(is_master: bool, tmp_path: Path) -> None:
+    masters = {name: torch.linspace(-1, 1, 3000).reshape(30, 100) * scale for name, scale in (("a", 1), ("b", 3))}
+    weights = {name: (master if is_master else master * 1.1).bfloat16() for name, master in masters.items()}
+    states = {name: {"fp32": master, "exp_avg": master * 0.5} for name, master in masters.items()}
+    file = tmp_path / "state.pt"
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": list(masters)}]}
+    torch.save({"model": weights, "optimizer": optimizer}, file)
+    source = open_checkpoint(file)
+    notices = " ".join(map(str, source.notices))
+    assert ("are read as masters" in notices, "are carried as values" in notices) == (is_master, not is_master)
+    assert [("master" in source[name].states) for name in masters] == [is_master] * 2
+    save(source, tmp_path / "out", Universal())
+    stored = open_checkpoint(tmp_path / "out")
+    packs = sum(one.stat().st_size for one in (tmp_path / "out" / "packs").iterdir())
+    assert (packs < 2 * 30 * 100 * (4 + 4 + 1)) == is_master, "the weights take no space if they are rounded masters"
+    save(stored, tmp_path / "back.pt", Torch())
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    for name, own in states.items():
+        assert torch.equal(back["model"][name], weights[name])
+        assert torch.equal(back["optimizer"]["state"][name]["fp32"], own["fp32"])

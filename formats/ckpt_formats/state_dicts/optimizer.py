@@ -5,28 +5,38 @@ numbered, the user gives their names, or there is exactly one assignment to the 
 (`numbered_optimizers`). A tensor has the states of at most one optimizer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TypeVar
 
 from ckpt_formats.core.checkpoint import Group
-from ckpt_formats.core.errors import RulesError
+from ckpt_formats.core.dtypes import is_float
+from ckpt_formats.core.errors import CkptError, RulesError
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.notices import Notice, Weight
-from ckpt_formats.core.state_names import from_stored, is_reserved
+from ckpt_formats.core.state_names import STORED_MASTER, from_stored, is_reserved
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf
 from ckpt_formats.state_dicts.numbered_optimizers import Numbered, match_numbers, match_trained_model
 from ckpt_formats.state_dicts.optimizer_form import FULL, Groups, Optimizer, States
-from ckpt_formats.state_dicts.parameter_order import BY_ORDER, NamedTensor, has_equals, is_state_of
+from ckpt_formats.state_dicts.parameter_order import (
+    BY_ORDER,
+    NamedTensor,
+    first_values_match,
+    has_equals,
+    is_state_of,
+)
 
 T = TypeVar("T")
 
 _TEXT = frozenset((str,))
-"""Names that an optimizer may use for a state, but that mean the weights in a checkpoint."""
+"""The types of most names of states."""
+_COMPARED = 8
+"""Masters whose first values are compared with the weights."""
 
 
 @dataclass(frozen=True)
@@ -312,11 +322,15 @@ def _add(
         raise _CannotMatch(f"another optimizer has states of the same parameters (`{printable(twice[0])}`)")
     states: dict[str, dict[str, Tensor]] = {}
     values: dict[str, dict[str, Value]] = {}
+    weights = {named.name: named.tensor for named in trainable}
+    masters = {STORED_MASTER} if _has_masters(keyed, titles, weights) else set()
     for key, state in keyed.states.items():
         own = state if _TEXT.issuperset(map(type, state)) else {str(k): v for k, v in state.items()}
         if len(own) < len(state):
             raise _CannotMatch("two of its states have names that differ only in their type")
-        tensors = {k: tensor_leaf(v) for k, v in own.items() if isinstance(v, Leaf) and not is_reserved(k)}
+        tensors = {
+            k: tensor_leaf(v) for k, v in own.items() if isinstance(v, Leaf) and (k in masters or not is_reserved(k))
+        }
         states[titles[key]] = {from_stored(k): tensor for k, tensor in tensors.items()}
         values[titles[key]] = {k: v for k, v in own.items() if k not in tensors}
     for i, group in enumerate(keyed.groups):
@@ -330,28 +344,57 @@ def _add(
     matched.groups += ((keyed.optimizer.title, group) for group in groups)
     matched.states |= states
     matched.values |= values
-    matched.notices += _unusual_states(keyed, titles, trainable)
+    matched.notices += _unusual_states(keyed, titles, weights, masters)
     _untie(matched, set(titles.values()) | before, aliases)
 
 
+def _has_masters(keyed: _KeyedStates, titles: Mapping[Value, str], weights: Mapping[str, Tensor]) -> bool:
+    """Whether all states that are called as masters are in files of ckpt are masters, as far as a few of them tell.
+
+    They have the shapes of the weights, and the first values of some are those of the weights when they are rounded.
+    """
+    pairs = [
+        (weights.get(titles[key]), tensor_leaf(leaf))
+        for key, state in keyed.states.items()
+        if isinstance(leaf := state.get(STORED_MASTER), Leaf)
+    ]
+    if not pairs or not all(
+        weight is not None and weight.shape == master.shape and is_float(weight.dtype) and is_float(master.dtype)
+        for weight, master in pairs
+    ):
+        return False
+    try:
+        with Reader(check=False) as reader:
+            some = pairs[:: -(-len(pairs) // _COMPARED)]
+            return all(weight is not None and first_values_match(master, weight, reader) for weight, master in some)
+    except CkptError:  # whoever reads the values says why
+        return False
+
+
 def _unusual_states(
-    keyed: _KeyedStates, titles: Mapping[Value, str], trainable: Sequence[NamedTensor]
+    keyed: _KeyedStates, titles: Mapping[Value, str], weights: Mapping[str, Tensor], masters: Set[str]
 ) -> Iterator[Notice]:
-    """Notices about states with unusual shapes or names."""
-    shapes = {named.name: named.tensor.shape for named in trainable}
+    """Notices about states with unusual shapes or names. `masters`: the names of those that are masters."""
     odd, reserved = [], []
     for key, state in keyed.states.items():
-        full_shape = shapes.get(titles[key])
+        weight = weights.get(titles[key])
         for name, leaf in state.items():
-            if isinstance(leaf, Leaf) and is_reserved(str(name)):
+            if not isinstance(leaf, Leaf) or name in masters:
+                continue
+            if is_reserved(str(name)):
                 reserved.append(f"{titles[key]}.{name}")
-            elif isinstance(leaf, Leaf) and full_shape is not None and _has_other_shape(str(name), leaf, full_shape):
+            elif weight is not None and _has_other_shape(str(name), leaf, weight.shape):
                 odd.append(f"{titles[key]}.{name}")
     if odd:
         yield Notice("states of the optimizer have another shape than their parameter", tuple(odd), Weight.UNSURE)
     if reserved:
         text = "states of the optimizer have names that mean weights in files of ckpt; they are carried as values"
         yield Notice(text, tuple(reserved), Weight.INFO)
+    if masters:
+        text = (
+            f"the optimizer's `{STORED_MASTER}` are read as masters: rounded, they are the weights, as far as compared"
+        )
+        yield Notice(text, weight=Weight.INFO)
 
 
 def _has_other_shape(state: str, leaf: Leaf, full_shape: Shape) -> bool:

@@ -50,7 +50,7 @@ class NumberedParameter:
     def fits(self, tensor: Tensor, reader: Reader) -> bool:
         """Whether it can be this tensor: by the first values of its master, else by the shapes of its states."""
         if self.master is not None:
-            return _first_values_match(self.master, tensor, reader)
+            return first_values_match(self.master, tensor, reader)
         return all(is_state_of(name, shape, tensor.shape) for name, shape in self.state_shapes.items())
 
 
@@ -89,7 +89,7 @@ class NumberedGroup:
         if self.flat is None:
             return end if self.parameters[at].fits(tensor, reader) else None
         master = Tensor.of(self.flat.flat(at, end).shaped(tensor.shape))
-        return end if _first_values_match(master, tensor, reader) else None
+        return end if first_values_match(master, tensor, reader) else None
 
 
 @dataclass(slots=True)  # not frozen, like tensors: there is one for each
@@ -235,7 +235,7 @@ def in_order(
     return matches
 
 
-def _first_values_match(master: Tensor, copy: Tensor, reader: Reader) -> bool:
+def first_values_match(master: Tensor, copy: Tensor, reader: Reader) -> bool:
     """Whether the first values of the master, rounded, equal those of the copy."""
     if master.shape != copy.shape:
         return False
