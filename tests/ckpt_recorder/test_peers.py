@@ -31,7 +31,8 @@ from ckpt_formats.stores.peers_store import PeersStore, open_peers
 from ckpt_formats.stores.piece_requests import PieceName, SentPiece
 from ckpt_formats.stores.wire import FrameKind
 from ckpt_formats.universal.chain import chain_file, states
-from ckpt_recorder import Peers, Recorder
+from ckpt_recorder import Bases, Peers, Recorder
+from ckpt_training import load
 from damage import ckpt
 from shadow_peers import frame, log_in, until_end
 
@@ -318,3 +319,23 @@ def test_the_hosts_of_a_circle_hold_for_those_before_them_at_a_distance() -> Non
 def test_peers_that_cannot_be_are_refused(hosts: list[str], fields: dict[str, object]) -> None:
     with pytest.raises(InvalidArgumentError):
         Peers(hosts, **fields)  # type: ignore[arg-type]
+
+
+def test_a_job_loads_the_last_segment_and_the_older_one_is_freed(tmp_path: Path) -> None:
+    hosts = [Host.start() for _ in range(2)]
+    torch.manual_seed(1)
+    model, other = nn.Linear(64, 9), nn.Linear(64, 9)
+    optimizer, others = (torch.optim.AdamW(one.parameters(), fused=True) for one in (model, other))
+    peers = Peers([host.address for host in hosts], "copies:1")
+    with Recorder(model, optimizer, tmp_path / "run.chain", peers=peers, prove=False, bases=Bases(every=4)) as recorder:
+        for _ in range(6):
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.note()
+        wait_until(lambda: [one.generations for one in hosts[1].pieces.status] == [1])
+    (tmp_path / "run.chain").rename(tmp_path / "lost")
+    assert load(url_of(hosts), other, others).step == 6
+    assert torch.equal(model.weight, other.weight)
+    for host in hosts:
+        host.holder.close()
