@@ -32,9 +32,9 @@ Content = dict[str, bytes]
 def content(path: Path) -> Content:
     """The bytes of each tensor, by its name, type and shape; and everything else as text."""
     opened = ckpt.open(path)
-    found = {f"{p.name}/{state} {t.dtype} {t.shape}": np.asarray(t).tobytes() for p, state, t in opened.tensors()}
+    tensors = {f"{p.name}/{state} {t.dtype} {t.shape}": np.asarray(t).tobytes() for p, state, t in opened.tensors()}
     steps = {p.name: p.count for p in opened.values()}
-    return found | {"others": repr((opened.step, steps, sorted(opened.extras.items(), key=str))).encode()}
+    return tensors | {"others": repr((opened.step, steps, sorted(opened.extras.items(), key=str))).encode()}
 
 
 def tensor_names(content: Content) -> set[str]:

@@ -239,8 +239,8 @@ class ChunkBlob(Blob):
 
     def _is_streamed(self, shape: Shape, length: int) -> bool:
         """Whether the chunks of this shape beside each other are too many for the cache, but not to be open."""
-        beside = prod(-(-n // c) for n, c in zip(self.layout.shape[1:], shape[1:], strict=True))
-        return beside * length > _CACHED and beside <= _MAX_FRAMES
+        chunk_count = prod(-(-n // c) for n, c in zip(self.layout.shape[1:], shape[1:], strict=True))
+        return chunk_count * length > _CACHED and chunk_count <= _MAX_FRAMES
 
 
 def _decoded(data: bytes, codec: ChunkEncoding, length: int, label: str, where: Path) -> bytes:
