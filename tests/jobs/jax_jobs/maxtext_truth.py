@@ -99,6 +99,7 @@ def configured(name: str, scan: bool) -> Any:
         "weight_dtype": "float32",
         "matmul_precision": "highest",
         "float32_logits": True,
+        "logits_dot_in_fp32": True,
         "hardware": "cpu",
         "skip_jax_distributed_system": True,
         "enable_checkpointing": False,
@@ -113,7 +114,7 @@ def digest(values: Any) -> str:
 
 def digests(out: Path) -> None:
     result: dict[str, Any] = {}
-    for name in CONFIGS:
+    for name in sys.argv[3:] or CONFIGS:
         for scan in (True, False):
             try:
                 config = configured(name, scan)
@@ -176,7 +177,7 @@ def logits(folder: Path) -> None:
     import transformers
 
     tokens = np.random.default_rng(1).integers(0, 96, (1, 16))
-    for name in CONFIGS:
+    for name in sys.argv[3:] or CONFIGS:
         if not (folder / name / "orbax").exists():
             continue
         model = transformers.AutoModelForCausalLM.from_pretrained(
