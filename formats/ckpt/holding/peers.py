@@ -1,15 +1,14 @@
 """Which hosts hold in memory what a host records."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_formats.core.errors import InvalidArgumentError
+from ckpt_formats.parity.scheme import PeerScheme
 from ckpt_formats.stores.address import NetworkAddress, parse_address
 
 HELD = "holds all"
 """What is said of a holder that has what was recorded."""
-_SCHEME = re.compile(r"copies:([1-9]\d{0,2})")
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Peers:
         object.__setattr__(self, "hosts", tuple(self.hosts))
         if len(set(self.addresses)) < len(self.hosts):
             raise InvalidArgumentError("a host is named twice", where="peers.hosts")
-        if _SCHEME.fullmatch(self.scheme) is None:
+        if not PeerScheme.parse(self.scheme).is_copies:
             raise InvalidArgumentError(
                 f"{self.scheme!r:.40} cannot be `peers.scheme`", where="peers.scheme", hint='Give "copies:2".'
             )
@@ -50,7 +49,7 @@ class Peers:
     @property
     def copies(self) -> int:
         """How many other hosts hold what a host records."""
-        return int(self.scheme.rpartition(":")[2])
+        return PeerScheme.parse(self.scheme).spares
 
     @property
     def addresses(self) -> tuple[NetworkAddress, ...]:
