@@ -109,10 +109,13 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
         "--pack-size", SizeType(), "Bytes of values in a file of the universal format.  [default: 64M]", ("universal",)
     ),
     "chunk_nbytes": FormatOption("--chunk-size", SizeType(), "Maximum size of a chunk.  [default: 64M]", ("orbax",)),
+    "file_nbytes": FormatOption(
+        "--file-size", SizeType(), "Maximum size of a data file of several chunks.  [default: 256M]", ("orbax",)
+    ),
     "parts_per_axis": FormatOption(
         "--parts-per-axis",
         numbers(Positive),
-        "Cut each axis into N parts, if it has a multiple of N, so that N devices read only their own.",
+        "Cut each axis into N parts, if its length is a multiple of N: N devices read only their own.  [default: 1]",
         ("orbax",),
     ),
     "zarr3": FormatOption("--zarr3", bool, "Write arrays of zarr 3 instead of 2.", ("orbax",)),

@@ -38,7 +38,7 @@ WITHOUT_OPTION = {
 SELECTING = {"only", "skip"}
 
 VALUES = {"keys": "nested", "separator": ".", "stages": "0,1", "config": "config.json"}
-VALUES |= {"outtype": "bf16", "shard_nbytes": "1G", "pack_nbytes": "1M", "chunk_nbytes": "1M"}
+VALUES |= {"outtype": "bf16", "shard_nbytes": "1G", "pack_nbytes": "1M", "chunk_nbytes": "1M", "file_nbytes": "1M"}
 
 
 def fields_of(name: str) -> set[str]:
@@ -92,14 +92,12 @@ def test_every_option_belongs_to_a_format_and_every_exception_to_a_field() -> No
 
 
 def test_the_default_of_a_field_is_that_of_no_option() -> None:
-    """None means: as the source has it. Sizes of files have their default in the help text."""
+    """None means: as the source has it. Sizes and numbers have their default in the help text."""
     for name in WRITABLE:
         for field in fields(writable(name)):
-            if field.name in FORMAT_OPTIONS:
-                assert field.default is None or field.name in ("shard_nbytes", "pack_nbytes", "chunk_nbytes"), (
-                    name,
-                    field.name,
-                )
+            option = FORMAT_OPTIONS.get(field.name)
+            if option is not None and field.default not in (None, False):
+                assert "[default: " in option.help, (name, field.name)
 
 
 @pytest.mark.parametrize("name", WRITABLE)
