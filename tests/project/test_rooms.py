@@ -11,7 +11,7 @@ from ckpt_formats.core import claims
 FORMATS = Path(claims.__file__).parents[1]
 
 LIMITS = {
-    "ckpt_cli": (8, 13),  # `main` tells notes and progress to be quiet
+    "ckpt_cli": (8, 14),  # `main` tells notes and progress to be quiet; views of peers open what holders have
     # `planning` stands alone; `doctor` also says what parity there is; `shadow` adds bases to chains, runs jobs, is
     # read as a checkpoint; `copying` runs the pipeline on files, not on tensors, and changes chains
     # `partial` mixes two states, for chains and for whoever lost blocks; `reading` writes nothing
