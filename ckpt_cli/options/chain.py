@@ -113,7 +113,7 @@ def chain_state(command: F) -> F:
         "other",
         type=CheckpointPath(),
         metavar="PATH|URL",
-        help="If CHAIN is peers://…: another copy of the chain, for pieces that no peer has undamaged.",
+        help="If CHAIN is peers://HOSTS: another copy of the chain, for pieces that no peer has undamaged.",
     )
     return cast(F, click.argument("chain", type=CheckpointPath())(option(other(read_options(wrapper)))))
 

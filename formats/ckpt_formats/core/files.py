@@ -216,11 +216,9 @@ class Reader:
         array = self.cached(key)
         return self._add_to_cache(key, compute()) if array is None else array
 
-    def cached_or_filled(
-        self, key: Hashable, nbytes: int, fill: Callable[["_Array"], None], most: int = _MAX_CACHED_BYTES
-    ) -> "_Array":
+    def cached_or_filled(self, key: Hashable, nbytes: int, fill: Callable[["_Array"], None], most: int = 0) -> "_Array":
         """The same for a buffer, (nbytes,) uint8, that `fill` writes. `most`: how many bytes the cache may have from
-        now on, if they are more than before.
+        now on, if that is more than before.
 
         It is valid until the next call of this method or of `cached_or`, since the memory is used again.
         """

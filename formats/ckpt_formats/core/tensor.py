@@ -728,7 +728,9 @@ def block_to_torch(
 
 
 def mapped_array(tensor: Tensor, files: "MappedFiles") -> Array | None:
-    """All values of a tensor where they lie in a file that `files` maps; None if they lie in no single aligned piece.
+    """All values of a tensor, of any shape and dtype, where they lie in a file that `files` maps.
+
+    None if they lie in no single aligned piece.
 
     Raises `IncompleteError` if blocks are missing, and as `MappedFiles.array`.
     """

@@ -63,7 +63,7 @@ class Change:
     shift: int
 
     def apply(self, values: Array) -> Array:
-        """The values, computed in float32 (float64: in float64) and rounded to their type."""
+        """The values, of any shape, computed in float32 (float64: in float64) and rounded to their dtype."""
         wide = np.dtype(np.float64 if values.dtype.itemsize == 8 else np.float32)
         factor, exact = wide.type(self.factor), values.astype(wide)
         with np.errstate(all="ignore"):  # what overflows is infinite, as in casts; exact changes are compared

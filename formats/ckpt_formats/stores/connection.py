@@ -58,11 +58,11 @@ class Connection:
         self._socket.close()
 
     def send(self, kind: FrameKind, body: bytes) -> None:
-        """Send a request. Raises `IncompleteError` if the other side is gone."""
+        """Send a request. Raises the error that the other side named before it left, else `IncompleteError`."""
         try:
             wire.send(self._socket, kind, body, self._seconds)
         except PeerGone as error:
-            raise IncompleteError(error.what, where=self.where) from None
+            raise self._refusal() or IncompleteError(error.what, where=self.where) from None
 
     def receive(self, expected: FrameKind, max_nbytes: int, seconds: float | None = None) -> bytearray:
         """The body of the answer. Raises `CorruptError`, `IncompleteError`, and the error that the other side names."""
@@ -94,6 +94,13 @@ class Connection:
         own = os.urandom(wire.NONCE)
         proof = b"" if credentials.token is None else wire.proof(credentials.token, nonce, own)
         self.send(FrameKind.LOGIN, json.dumps({"nonce": own.hex(), "proof": proof.hex()}).encode())
+
+    def _refusal(self) -> CkptError | None:
+        """The error that the other side has sent before it closed the connection; None if there is none."""
+        with suppress(PeerGone, CorruptError):
+            kind, body = wire.receive(self._socket, wire.MAX_REQUEST, self._seconds)
+            return self._error(body) if kind is FrameKind.ERROR else None
+        return None
 
     def _error(self, body: bytearray) -> CkptError:
         try:
