@@ -133,7 +133,7 @@ class MappedFiles:
         self._files: dict[Path, mmap.mmap] = {}
 
     def array(self, piece: FilePiece) -> Array:
-        """Return the values of a piece where they lie in the mapped file: an array of any shape and dtype, those of the piece.
+        """Return the values of a piece, an array of any shape and dtype, where they lie in the mapped file.
 
         Raises `CorruptError` if the file is too short or was replaced, `NotFoundError` if it cannot be read.
         """
