@@ -73,7 +73,8 @@ def print_json(checkpoint: Checkpoint, place: str | Path) -> None:
 
 def _laid_out(layout: Mapping[str, Value]) -> str:
     """How the files are sharded, and under which keys of a state dict they have the model and the optimizer."""
-    sharded = ", ".join(f"{key} {brief(value)}" for key, value in layout.items() if value is not None and key != "keys")
+    shown = {key: value for key, value in layout.items() if key != "keys" and _is_flat(value)}
+    sharded = ", ".join(f"{key} {brief(value)}" for key, value in shown.items())
     keys = layout.get("keys")
     if not isinstance(keys, dict):
         return sharded or "not sharded"
@@ -81,6 +82,13 @@ def _laid_out(layout: Mapping[str, Value]) -> str:
     return (
         (sharded or "not sharded") + (f"; keys {named}" if named else "") + ("; flat keys" if keys.get("flat") else "")
     )
+
+
+def _is_flat(value: Value) -> bool:
+    """Whether a line can show a value: `--json` has what describes a tree, such as the items of Orbax."""
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(one, (int, float)) for one in value)
+    return value is not None and not isinstance(value, dict)
 
 
 def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
