@@ -71,7 +71,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_oss": ("gpt-oss-20b", {**_EXPERTS, "base_mlp_dim": 24, "base_moe_mlp_dim": 24, "rope_max_timescale": 150000}),
-    "deepseek_v2": ("deepseek2-16b", {**_LATENT, "q_lora_rank": 0, "rope_type": "default"}),
+    "deepseek_v2": ("deepseek2-16b", {**_LATENT, "q_lora_rank": 0, "rope_factor": 1}),
 }
 """By the names of `maxtext_models.py`: MaxText's name of the model, and entries of its configuration."""
 
@@ -183,6 +183,9 @@ def logits(folder: Path) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder / name / "hf", dtype=torch.float32, attn_implementation="eager"
         )
+        if model.config.tie_word_embeddings:
+            # MaxText rounds a shared table to bfloat16 where it computes logits (embeddings.attend_on_embedding).
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().bfloat16().float())
         with torch.no_grad():
             theirs = model(torch.from_numpy(tokens)).logits.numpy()
         try:
