@@ -28,6 +28,9 @@ class UseNames(Edit):
     """All tensors under the names of one library."""
 
     naming: Naming
+    config: Mapping[str, Any] | None = None
+    """The configuration that the user gave; None: that of the checkpoint, whose files are known."""
+    allow_rounding: bool = False
 
 
 def rename_by(
@@ -96,8 +99,8 @@ def use_names(
     """The checkpoint under other names, its tensors split and joined as those names need it. Lazy.
 
     `config` is the model's configuration, or the folder that holds it; None: what came with the source.
-    `allow_rounding`: round weights, and their moments, that MaxText stores scaled by no power of two. Raises
-    `CkptError` of the kind that fits for a model that cannot have these names.
+    `allow_rounding`: round weights, and their moments, that MaxText stores scaled by no power of two, or with one
+    added. Raises `CkptError` of the kind that fits for a model that cannot have these names.
     """
     from ckpt_formats.names.nemo import from_nemo
     from ckpt_formats.names.translate import naming_of
@@ -105,7 +108,7 @@ def use_names(
     known_config = _configuration(source, None if config is None else Path(config))
     named = from_nemo(source, with_arguments=known_config is None)
     renamed = _renamed(named, naming_of(named), naming, known_config, allow_rounding=allow_rounding)
-    return edited(renamed, UseNames(naming))
+    return edited(renamed, UseNames(naming, None if config is None else known_config, allow_rounding))
 
 
 def prepare(source: Checkpoint, format: WritableFormat) -> Checkpoint:

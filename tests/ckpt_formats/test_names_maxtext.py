@@ -16,7 +16,9 @@ from ckpt.rename import use_names
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import Array, read
+from ckpt_formats.core.value_changes import totals
 from ckpt_formats.names.config import CONFIG, configured_model
 from ckpt_formats.names.packings import stored_shape
 from ckpt_formats.names.translate import naming_of
@@ -136,8 +138,9 @@ def test_moments_are_scaled_against_their_weights() -> None:
         own = values(source, "model.layers.1.self_attn.q_proj.weight", state)
         stored = values(renamed, "decoder.layers.self_attention.query.kernel", state)[:, 1]
         assert bits(stored.reshape(64, 64).T.copy()) == bits(own * np.float32(factor))
-    texts = [str(notice) for notice in renamed.notices]
-    assert any("learning rate of these is multiplied by 4," in text for text in texts)
+    for one, text in ((renamed, "MaxText's AdamW"), (use_names(renamed, "hf"), "torch's AdamW")):
+        rate = "0.25" if one is renamed else "4"
+        assert any(text in notice and f"these is multiplied by {rate}," in notice for notice in one.notices)
 
 
 def test_factors_that_are_no_powers_of_two_are_refused_or_rounded() -> None:
@@ -165,6 +168,21 @@ def test_values_that_lose_bits_are_refused_when_they_are_read(value: float, stat
     renamed = use_names(changed, "maxtext")
     with pytest.raises(UnsupportedError, match=r"layers\.1\.self_attn\.q_proj\.weight.*lose bits"):
         values(renamed, "decoder.layers.self_attention.query.kernel", state)
+
+
+def test_values_that_overflow_or_underflow_are_counted_if_rounding_is_allowed() -> None:
+    source = model("llama2")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    states = {key: read(tensor).copy() for key, tensor in source.parameters[name].states.items()}
+    states["model"][3, 5:7] = 1e-45
+    states["exp_avg"][60, 0] = 3e38
+    changed = replace(source, parameters={**source.parameters, name: parameter(name, states)})
+    query = use_names(changed, "maxtext", allow_rounding=True).parameters["decoder.layers.self_attention.query.kernel"]
+    with Reader(check=False) as reader:
+        for tensor in query.states.values():
+            read(tensor, reader)
+        counts = {one.name: (one.overflows, one.underflows) for one in totals(reader.changes.seen())}
+    assert counts == {f"{name} (model)": (0, 2), f"{name} (exp_avg)": (1, 0)}
 
 
 def test_states_that_do_not_follow_gradients_are_refused() -> None:

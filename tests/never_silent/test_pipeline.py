@@ -490,7 +490,8 @@ def test_every_edit_changes_the_job() -> None:
     ids = {job_id(replace(SOURCE, history=history), {}, Universal()) for history in histories}
     assert len(ids) == len(histories)
     others = [Select(("a",), ("b",)), Cast("float16"), Rename({"a": "c"}), Replace({"a": "float32 01"})]
-    assert len(ids | {job_id(replace(SOURCE, history=(one,)), {}, Universal()) for one in others}) == len(ids) + 4
+    others += [UseNames("hf", {"layers": 2}), UseNames("hf", None, allow_rounding=True)]
+    assert len(ids | {job_id(replace(SOURCE, history=(one,)), {}, Universal()) for one in others}) == len(ids) + 6
 
 
 def test_every_edit_leaves_itself_in_the_history(tmp_path: Path) -> None:

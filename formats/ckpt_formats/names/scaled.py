@@ -3,6 +3,7 @@
 A weight f * w has the gradient g / f. So the first moment of Adam is divided by f, and the second by the square of f. A
 factor that is a power of two changes no bit but those of the exponent: this is checked wherever values are read. Other
 factors and sums are rounded in the type of each state, as MaxText's own converter does, and only if the user allows it.
+Values that become infinite or zero by this are counted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,10 @@ from ckpt_formats.names.model import Model, ModelTensor
 _WEIGHTS = (MODEL, MASTER)
 _POWERS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
 """How often a state of an optimizer is divided by the factor of its weight."""
-_HINT = "--allow-rounding (in Python: allow_rounding=True) rounds them as MaxText's converter does; bits will differ."
+_HINT = (
+    "--names with --allow-rounding (in Python: use_names(..., allow_rounding=True)) rounds them as MaxText's converter "
+    "does; bits will differ."
+)
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,12 @@ class ChangedBlob(Blob):
 
     base: Blob
     change: Change
-    name: str = ""
-    """The tensor for which no bit but those of exponents may change; empty: rounding is allowed."""
+    name: str
+    """The parameter and the state."""
+    is_checked: bool
+    """Whether no bit may change but those of exponents; else values that overflow or underflow are counted."""
+    start: Shape | None = None
+    """Where the block begins in the tensor; None: it is all of it."""
 
     @property
     def shape(self) -> Shape:
@@ -91,7 +99,8 @@ class ChangedBlob(Blob):
         return self.base.dtype
 
     def crop(self, box: Box) -> "ChangedBlob":
-        return replace(self, base=self.base.crop(box))
+        start = box.start if self.start is None else box.shift(self.start).start
+        return replace(self, base=self.base.crop(box), start=start)
 
     def parts(self) -> tuple[Blob, ...]:
         return (self.base,)
@@ -99,14 +108,26 @@ class ChangedBlob(Blob):
     def read_into(self, out: Array, reader: Reader) -> None:
         values = read(self.base, reader)
         changed = self.change.apply(values)
-        if self.name and Change(1 / self.change.factor, self.change.divides, 0).apply(changed).tobytes() != (
-            values.tobytes()
-        ):
+        if self.is_checked:
+            self._check(values, changed)
+        elif not self.change.shift:  # a sum may be zero
+            self._count(values, changed, reader)
+        np.copyto(out, changed)
+
+    def _check(self, before: Array, after: Array) -> None:
+        if Change(1 / self.change.factor, self.change.divides, 0).apply(after).tobytes() != before.tobytes():
+            verb = "divided" if self.change.divides else "multiplied"
             raise UnsupportedError(
-                f"`{printable(self.name)}` has values that lose bits if they are multiplied by {self.change.factor:g}",
+                f"`{printable(self.name)}` has values that lose bits if they are {verb} by {self.change.factor:g}",
                 hint=_HINT,
             )
-        np.copyto(out, changed)
+
+    def _count(self, before: Array, after: Array, reader: Reader) -> None:
+        from ckpt_formats.core.value_changes import changed_by_cast  # an index is made without values
+
+        whole = Box.whole(self.shape)
+        place = whole if self.start is None else whole.shift(self.start)
+        reader.changes.note(changed_by_cast(self.name, place, before, after))
 
 
 def scalings(model: Model, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Scaling]:
@@ -146,7 +167,7 @@ def scaled(
 ) -> Checkpoint:
     """A checkpoint with transformers' names and the values of a library; `back`: with those of transformers again.
 
-    Notices say what changed. Lazy.
+    Notices say what changed, and the result of a job how many values became infinite or zero. Lazy.
 
     Raises: UnsupportedError for values that would be rounded, unless it is allowed, and for states of which it is not
     known how they depend on the weight. Values that lose bits although the factor is a power of two are refused when
@@ -167,7 +188,7 @@ def scaled(
     return replace(
         source,
         parameters={**source.parameters, **parameters},
-        notices=(*source.notices, *_notices(source, own, library)),
+        notices=(*source.notices, *_notices(source, own, library, back=back, allow_rounding=allow_rounding)),
     )
 
 
@@ -190,25 +211,28 @@ def _changed(
             raise UnsupportedError(f"`{printable(title)}` is {tensor.dtype.name}: only numbers can be scaled")
         change = scaling.of_state(state, back)
         is_same = (change.factor, change.shift) == (1, 0)
-        name = "" if allow_rounding else title
-        states[state] = tensor if is_same else Tensor.of(ChangedBlob(tensor, change, name))
+        states[state] = tensor if is_same else Tensor.of(ChangedBlob(tensor, change, title, not allow_rounding))
     return replace(parameter, states=states)
 
 
-def _notices(source: Checkpoint, own: Mapping[str, Scaling], library: str) -> Iterator[Notice]:
+def _notices(
+    source: Checkpoint, own: Mapping[str, Scaling], library: str, *, back: bool, allow_rounding: bool
+) -> Iterator[Notice]:
     for scaling in dict.fromkeys(own.values()):
         names = tuple(name for name, one in own.items() if one == scaling)
         text = f"{library} stores them {_reason(scaling)}"
         if scaling.is_exact:
-            yield Notice(f"weights whose exponents change, and no other bit: {text}", names)
+            others = "but values that become denormal are rounded" if allow_rounding else "and no other bit"
+            yield Notice(f"weights whose exponents change, {others}: {text}", names)
         else:
             yield Notice(f"weights that are rounded: {text}", names, Weight.UNSURE)
         moments = any(set(_POWERS) & source.parameters[name].states.keys() for name in names)
         if moments and scaling.factor != 1:
-            faster = 1 / scaling.factor
+            rate = 1 / scaling.factor if back else scaling.factor
+            programs = f"torch's AdamW goes on as {library}'s" if back else f"{library}'s AdamW goes on as torch's"
             yield Notice(
-                f"an optimizer changes scaled weights at another rate: torch's AdamW goes on as {library} does if the "
-                f"learning rate of these is multiplied by {faster:g}, and epsilon and weight decay are divided by it",
+                f"an optimizer changes scaled weights at another rate: {programs} did if the learning rate of these "
+                f"is multiplied by {rate:g}, and epsilon and weight decay are divided by it",
                 names,
                 Weight.UNSURE,
             )
