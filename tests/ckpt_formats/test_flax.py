@@ -177,6 +177,30 @@ def test_flax_matches_optimizer_states_to_parameters(tmp_path: Path) -> None:
     assert bits(read(again.parameters["opt_state/0/hidden/v"].weight)) == bits(moment + 1)
 
 
+def test_flax_names_newer_files_of_a_run_that_are_damaged_and_refuses_several_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (9, 10):
+        file(tmp_path, {"step": step, "w": np.ones(2, np.float32)}, f"checkpoint_{step}")
+    (tmp_path / "checkpoint_11").write_bytes(b"")
+    (tmp_path / "log_1").write_text("a text")
+    run = ckpt.open(tmp_path)
+    assert run.step == 10
+    assert any("checkpoint_10 is read, the newest of 2" in notice for notice in run.notices)
+    assert any("newer, but damaged" in notice and "checkpoint_11" in notice for notice in run.notices)
+    file(tmp_path, {"step": 7, "w": np.ones(2, np.float32)}, "critic_7")
+    with pytest.raises(UnsupportedError, match="several models are saved here: .*critic_7"):
+        ckpt.open(tmp_path)
+    opened = []
+    monkeypatch.setattr("ckpt_formats.engines.flax.begins_as_dict", opened.append)
+    other = tmp_path / "other"
+    other.mkdir()
+    for number in range(40):
+        (other / f"part_{number}").touch()
+    assert not Flax().detect(other)
+    assert len(opened) < 10
+
+
 def test_opening_reads_no_array_and_a_slice_only_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = file(tmp_path, {"w": np.arange(1 << 18, dtype=np.float32).reshape(512, 512)}, max_chunk=1 << 16)
     total, original = 0, files.Reader.read_into

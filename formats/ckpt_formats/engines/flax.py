@@ -17,11 +17,11 @@ from ckpt_formats.containers.msgpack import array_pieces, begins_as_dict, map_he
 from ckpt_formats.containers.safetensors_shards import lost_states
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Origin, Parameter, Role, SourceFile
 from ckpt_formats.core.claims import MAX_TREE_DEPTH
-from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import write_sealed
-from ckpt_formats.core.folders import names_in
+from ckpt_formats.core.folders import MAX_ENTRIES, entries_of
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
-from ckpt_formats.core.notices import Notice
+from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.transfer import Transfer
@@ -37,8 +37,11 @@ _OPTIMIZER = "opt_state"
 """The entry of a `TrainState` that holds the states of the optimizer."""
 _ARRAYS = "_gda"
 """What follows a file's name in that of the folder with arrays that several processes held."""
-_STEP = re.compile(r"(?:[A-Za-z][\w-]*?_)(\d{1,15}(?:\.\d{1,15})?)")
+_STEP = re.compile(r"([A-Za-z][\w-]*?_)(\d{1,15}(?:\.\d{1,15})?)")
 """The names of the files of a run: a prefix and a step, which may be a fraction."""
+_MAX_PREFIXES = 16
+_MAX_OPENED = 4
+"""Files of a run that are opened, from the newest on, to see whether they are Flax's. Other tools number files, too."""
 _SEPARATOR = "separator"
 Tree = dict[str, "Tree | Parameter"]
 
@@ -67,9 +70,8 @@ class Flax(WritableFormat):
         return any((path / name).is_file() for name in (FILE, INDEX)) or bool(steps_in(path))
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        steps = steps_in(path) if path.is_dir() and not (path / FILE).is_file() else []
-        if steps:
-            return _newest(path, steps)
+        if path.is_dir() and not (path / FILE).is_file() and steps_in(path):
+            return _newest(path)
         from ckpt_formats.engines.orbax.aggregate import is_placeholder
 
         file = path / FILE if path.is_dir() else path
@@ -140,23 +142,63 @@ class Flax(WritableFormat):
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """The files of the steps of a run, the newest last; none if there are no such files. Never raises."""
-    steps = []
-    for name in names_in(folder):
-        match = _STEP.fullmatch(name)
-        if match is not None and (folder / name).is_file() and begins_as_dict(folder / name):
-            steps.append((float(match[1]), folder / name))
-    return [path for _, path in sorted(steps)]
+    """The files of the steps of all runs in a folder, the newest last; none if there are no such files. Never raises."""
+    return [path for _, path in sorted(step for run in _runs(folder).values() for step in run)]
 
 
-def _newest(folder: Path, steps: list[Path]) -> Checkpoint:
-    """The newest state of a run."""
-    checkpoint = Flax().read(steps[-1], ReadOptions())
+def _runs(folder: Path) -> dict[str, list[tuple[float, Path]]]:
+    """The steps and files of each run by its prefix, the newest last.
+
+    The files of a prefix are a run's if one of the newest begins as a tree. Folders with more prefixes than a training
+    has models have none.
+    """
+    files: dict[str, list[tuple[float, Path]]] = {}
+    try:
+        for entry, _ in zip(entries_of(folder), range(MAX_ENTRIES), strict=False):
+            if (match := _STEP.fullmatch(entry.name)) is not None and entry.is_file():
+                files.setdefault(match[1], []).append((float(match[2]), folder / entry.name))
+    except CkptError:
+        raise
+    except OSError:
+        return {}
+    if len(files) > _MAX_PREFIXES:
+        return {}
+    runs = {prefix: sorted(steps) for prefix, steps in files.items()}
+    return {prefix: steps for prefix, steps in runs.items() if _newest_tree(steps) is not None}
+
+
+def _newest_tree(steps: list[tuple[float, Path]]) -> int | None:
+    """Which of the newest files is the last that begins as a tree; None if none of them does."""
+    newest = range(len(steps) - 1, max(-1, len(steps) - 1 - _MAX_OPENED), -1)
+    return next((i for i in newest if begins_as_dict(steps[i][1])), None)
+
+
+def _newest(folder: Path) -> Checkpoint:
+    """The newest state of the run in a folder. Raises `UnsupportedError` if there are several runs."""
+    runs = _runs(folder)
+    if len(runs) > 1:
+        names = list_names([steps[-1][1].name for steps in runs.values()], printable)
+        raise UnsupportedError(f"several models are saved here: {names}", where=folder, hint="Name one of the files.")
+    (steps,) = runs.values()
+    at = _newest_tree(steps)
+    assert at is not None  # else it would be no run
+    file = steps[at][1]
+    checkpoint = Flax().read(file, ReadOptions())
     if len(steps) == 1:
         return checkpoint
-    text = f"{printable(steps[-1].name)} is read, the newest of {len(steps)} checkpoints here"
-    others = tuple(name for step in steps[:-1] for name in (step.name, step.name + _ARRAYS) if (folder / name).exists())
-    return replace(checkpoint, path=folder, notices=(Notice(text, others), *checkpoint.notices))
+    text = f"{printable(file.name)} is read, the newest of {at + 1} checkpoints here"
+    notices = [Notice(text, tuple(_names(folder, steps[:at])))]
+    if later := tuple(_names(folder, steps[at + 1 :])):
+        notices.append(Notice("newer, but damaged: no tree begins there", later, Weight.UNSURE))
+    return replace(checkpoint, path=folder, notices=(*notices, *checkpoint.notices))
+
+
+def _names(folder: Path, steps: Sequence[tuple[float, Path]]) -> Iterator[str]:
+    """The names of the files of steps, and of their folders of arrays."""
+    for _, path in steps:
+        yield path.name
+        if (folder / (path.name + _ARRAYS)).exists():
+            yield path.name + _ARRAYS
 
 
 def _state(file: Path, root: dict[str, Value], nbytes: int) -> Checkpoint:
@@ -177,7 +219,7 @@ def _state(file: Path, root: dict[str, Value], nbytes: int) -> Checkpoint:
     for one in leaves:
         tree.add(one.leaf, arrays.tensors[one.stored] if one.stored is not None else one.value)
     match = _STEP.fullmatch(file.name)
-    in_name = int(match[1]) if match is not None and match[1].isdecimal() else None
+    in_name = int(match[2]) if match is not None and match[2].isdecimal() else None
     place = StepFolder(file, {"": file}, {}, in_name)
     layout: dict[str, Value] = {"items": {"": {"folder": "", "place": []}}, "json": []}
     files = (SourceFile(file, nbytes, "model"), *arrays.files)
