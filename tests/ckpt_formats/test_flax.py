@@ -189,7 +189,7 @@ def test_flax_names_newer_files_of_a_run_that_are_damaged_and_refuses_several_mo
     assert any("checkpoint_10 is read, the newest of 2" in notice for notice in run.notices)
     assert any("newer, but damaged" in notice and "checkpoint_11" in notice for notice in run.notices)
     file(tmp_path, {"step": 7, "w": np.ones(2, np.float32)}, "critic_7")
-    with pytest.raises(UnsupportedError, match="several models are saved here: .*critic_7"):
+    with pytest.raises(UnsupportedError, match=r"several models are saved here: .*critic_7"):
         ckpt.open(tmp_path)
     opened = []
     monkeypatch.setattr("ckpt_formats.engines.flax.begins_as_dict", opened.append)

@@ -248,6 +248,13 @@ def write_tree(folder: Path, values: Mapping[str, ValueRange | bytes], leaf: str
     return folder
 
 
+def zarr3(codecs: list[dict[str, Any]]) -> bytes:
+    """The metadata of four floats in one chunk."""
+    grid = {"name": "regular", "configuration": {"chunk_shape": [4]}}
+    content = {"zarr_format": 3, "node_type": "array", "shape": [4], "data_type": "float32", "chunk_grid": grid}
+    return json.dumps({**content, "chunk_key_encoding": {"name": "default"}, "codecs": codecs}).encode()
+
+
 HOSTILE: dict[str, tuple[dict[str, Any], Mapping[str, ValueRange | bytes], type[CkptError]]] = {
     "shape that no memory holds": ({"shape": [1 << 62], "chunks": [1 << 62]}, {}, UnsafeError),
     "chunks without elements": ({"chunks": [0]}, {}, UnsafeError),
@@ -266,6 +273,13 @@ HOSTILE: dict[str, tuple[dict[str, Any], Mapping[str, ValueRange | bytes], type[
     "big-endian": ({"dtype": ">f4"}, {}, UnsupportedError),
     "unknown type": ({"dtype": "int4"}, {}, UnsupportedError),
     "type that is no text": ({"dtype": [["a", "<f4"]]}, {}, CorruptError),
+    "complex fill value that is none": ({"dtype": "<c8", "fill_value": ["x"]}, {}, CorruptError),
+    "two fill values": ({"fill_value": [1, 2]}, {}, CorruptError),
+    "many transposes": (
+        {},
+        {"params.w/zarr.json": zarr3([{"name": "transpose", "configuration": {"order": [0]}}] * 5000)},
+        UnsupportedError,
+    ),
 }
 
 
@@ -278,6 +292,33 @@ def test_hostile_metadata_is_refused(name: str, tmp_path: Path) -> None:
     }
     with pytest.raises(error):
         ckpt.open(write_tree(tmp_path / "tree", {**stored, **values}))
+
+
+@pytest.mark.parametrize(
+    ("second", "error"),
+    [
+        ((8, 8), None),
+        ((0xFFFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFF), IncompleteError),
+        ((0xFFFFFFFFFFFFFFFF, 9), CorruptError),
+        ((44, 8), CorruptError),
+        ((1, 1 << 63), CorruptError),
+    ],
+)
+def test_shards_are_read_by_an_index_that_stays_inside(
+    second: tuple[int, int], error: type[CkptError] | None, tmp_path: Path
+) -> None:
+    codec = {"name": "bytes"}
+    sharding = {"chunk_shape": [2], "codecs": [codec], "index_codecs": [codec]}
+    stored = {"params.w/zarr.json": zarr3([{"name": "sharding_indexed", "configuration": sharding}])}
+    values = np.arange(4, dtype=np.float32)
+    shard = values.tobytes() + np.array(((0, 8), second), "<u8").tobytes()
+    tree = write_tree(tmp_path / "tree", {**stored, "params.w/c/0": ValueRange("d/shard", 0, len(shard))})
+    (tree / "d/shard").write_bytes(shard)
+    if error is None:
+        np.testing.assert_array_equal(ckpt.open(tree)["w"][...], values)
+        return
+    with pytest.raises(error):
+        ckpt.open(tree)["w"][...]
 
 
 @pytest.mark.parametrize("compressor", ["zstd", "gzip"])

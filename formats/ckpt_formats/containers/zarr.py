@@ -178,11 +178,10 @@ def _third(content: dict[str, Any], where: Path) -> ArrayLayout:
 
 
 def _codec(codecs: list[Any], dtype: DType, where: Path) -> ChunkEncoding:
-    names = [codec["name"] for codec in codecs]
-    if len(names) > 1 and names[0] == "transpose":
+    if len(codecs) > 1 and codecs[0]["name"] == "transpose":
         order = codecs[0]["configuration"]["order"]
-        if order == sorted(order):
-            return _codec(codecs[1:], dtype, where)
+        codecs = codecs[1:] if order == sorted(order) else codecs
+    names = [codec["name"] for codec in codecs]
     checksum = names[-1:] == ["crc32c"]
     rest = names[:-1] if checksum else names
     if rest[:1] != ["bytes"] or len(rest) > 2:
@@ -225,9 +224,9 @@ def _fill(value: Any, dtype: DType, where: Path) -> bytes:
         return bytes(dtype.itemsize)
     if isinstance(value, str) and re.fullmatch(r"0x[0-9a-fA-F]{1,16}", value):
         return int(value, 16).to_bytes(8, "little")[: dtype.itemsize]
-    if isinstance(value, list):
-        value = complex(*value)
     try:
+        if isinstance(value, list):
+            value = complex(*value) if dtype.kind == "c" else np.array(value).reshape(())
         with np.errstate(all="ignore"):
             return np.array(float(value) if isinstance(value, str) else value).astype(dtype).tobytes()
     except (TypeError, ValueError, OverflowError):

@@ -32,6 +32,7 @@ _CACHED = 1 << 25
 more, each is decoded as a stream, which goes on at the next block, rather than anew for each block."""
 _MAX_FRAMES = 64
 _MAX_SHARD_INDEX = 1 << 26
+"""Bytes of the index of a shard, and of all indices that are kept."""
 _NOT_STORED = (1 << 64) - 1
 
 
@@ -74,7 +75,7 @@ class ChunkReader:
     _paths: dict[str, Path] = field(default_factory=dict, repr=False)
     """The path of each file: a path is hashed often, and keeps its hash."""
     _frames: dict[ValueRange, ChunkFrame] = field(default_factory=dict, repr=False)
-    _indices: dict[ValueRange, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
+    _indices: dict[ValueRange, Array] = field(default_factory=dict, repr=False)
 
     def path(self, file: str) -> Path:
         """The path of a file."""
@@ -93,8 +94,9 @@ class ChunkReader:
             self._frames[place] = frame
         return frame
 
-    def index(self, place: ValueRange, layout: ArrayLayout, data: bytes | None) -> list[tuple[int, int]]:
-        """The offset and length of each chunk in a shard; `data` has its bytes if they are in no file.
+    def index(self, place: ValueRange, layout: ArrayLayout, data: bytes | None) -> Array:
+        """The offset and length of each chunk in a shard, (chunks, 2) uint64; `data` has its bytes if they are in no
+        file.
 
         Raises `CorruptError` if the index does not fit its checksum, or names bytes outside the shard.
         """
@@ -117,14 +119,16 @@ class ChunkReader:
             raw = bytearray(data[at : at + nbytes])
         if sharding.index_checksum and crc32c(bytes(raw[:-4])) != int.from_bytes(raw[-4:], "little"):
             raise CorruptError("the index of a shard does not fit its crc32c checksum", where=path)
-        pairs = np.frombuffer(bytes(raw[: 16 * count]), "<u8").reshape(-1, 2).tolist()
-        for offset, length in pairs:
-            if (offset, length) != (_NOT_STORED, _NOT_STORED) and offset + length > place.nbytes:
-                raise CorruptError("the index of a shard names bytes outside it", where=path)
-        if len(self._indices) >= _MAX_FRAMES:
+        pairs: Array = np.frombuffer(bytes(raw[: 16 * count]), "<u8").reshape(-1, 2)
+        offsets, lengths = pairs[:, 0], pairs[:, 1]
+        is_inside = (offsets <= place.nbytes) & (lengths <= np.uint64(place.nbytes) - offsets)
+        if not (is_inside | (pairs == _NOT_STORED).all(axis=1)).all():
+            raise CorruptError("the index of a shard names bytes outside it", where=path)
+        known_nbytes = sum(one.nbytes for one in list(self._indices.values()))
+        if len(self._indices) >= _MAX_FRAMES or known_nbytes + pairs.nbytes > _MAX_SHARD_INDEX:
             self._indices.clear()
-        self._indices[place] = [(offset, length) for offset, length in pairs]
-        return self._indices[place]
+        self._indices[place] = pairs
+        return pairs  # another thread may have cleared the dict
 
     def __getstate__(self) -> Path:
         return self.folder
@@ -185,7 +189,7 @@ class ChunkBlob(Blob):
             common = chunk & self.part if inner else chunk
             assert common is not None
             target = out[common.within(self.part).index]
-            offset, nbytes = index[int(np.ravel_multi_index(at, grid)) if grid else 0]
+            offset, nbytes = map(int, index[int(np.ravel_multi_index(at, grid)) if grid else 0])
             if (offset, nbytes) == (_NOT_STORED, _NOT_STORED):
                 if not self.fills:
                     raise IncompleteError(f"the shard {printable(self.label)} lacks a chunk", where=self.reader.folder)
