@@ -191,7 +191,7 @@ def test_flax_names_newer_files_of_a_run_that_are_damaged_and_refuses_several_mo
     file(tmp_path, {"step": 7, "w": np.ones(2, np.float32)}, "critic_7")
     with pytest.raises(UnsupportedError, match=r"several models are saved here: .*critic_7"):
         ckpt.open(tmp_path)
-    opened = []
+    opened: list[Path] = []
     monkeypatch.setattr("ckpt_formats.engines.flax.begins_as_dict", opened.append)
     other = tmp_path / "other"
     other.mkdir()

@@ -357,9 +357,9 @@ def test_chunks_never_reach_from_one_part_into_the_next(shape: Shape, parts: int
         assert all(box.start[axis] // part == (box.stop[axis] - 1) // part for box in boxes)
 
 
-@pytest.mark.parametrize("beside", [2, 6])
-def test_rows_across_chunks_decode_each_chunk_once(
-    beside: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("beside", "cache_nbytes"), [(2, None), (6, None), (2, 1 << 20)])
+def test_rows_across_chunks_decode_each_chunk_once_in_a_bounded_cache(
+    beside: int, cache_nbytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import zstandard
 
@@ -383,11 +383,12 @@ def test_rows_across_chunks_decode_each_chunk_once(
 
     original = files.Reader.read_into
     monkeypatch.setattr(files.Reader, "read_into", counted)
-    with files.Reader() as reader:
+    with files.Reader(cache_nbytes=cache_nbytes) as reader:
         for row in range(0, 1024, 16):
             block = opened["w"].weight.crop(Box((row, 0, 0), (row + 16, beside, 3072)))
             values = read(block, reader)
             assert (values == np.arange(beside)[:, None] + row // 512).all()
+            assert reader._cached_nbytes <= (8 << 20 if cache_nbytes else 1 << 25)
     assert encoded == len(data)
 
 

@@ -44,6 +44,11 @@ class Resources(Checked):
         return max(1 << 16, min(SLAB, self.memory // (4 * self.workers)))
 
     @property
+    def cache(self) -> int:
+        """Bytes of decoded blocks that one worker may cache, if a format asks for many."""
+        return self.memory // (2 * self.workers)
+
+    @property
     def prefetch(self) -> int:
         """Bytes of objects in stores that are requested before they are read."""
         return self.memory // 2

@@ -64,7 +64,9 @@ def write_files(
 
     def write_values(part: FilePlan, share: Resources, planned: PlannedReads | None, band: Band | None) -> Receipt:
         with (
-            Reader(max_files=share.files, identities=identities, band=band, planned=planned) as reader,
+            Reader(
+                max_files=share.files, identities=identities, band=band, planned=planned, cache_nbytes=share.cache
+            ) as reader,
             Transfer(reader, share.slab, count) as transfer,
         ):
             try:
@@ -83,7 +85,7 @@ def write_files(
             return [write(group[0], resources, planned)], None
         share = resources.shared(len(group), ranks(group))
         with (
-            Reader(max_files=share.files, identities=identities, planned=planned) as reader,
+            Reader(max_files=share.files, identities=identities, planned=planned, cache_nbytes=share.cache) as reader,
             ThreadPoolExecutor(len(group), "ckpt") as members,
         ):
             band = Band(reader, len(group), resources.band, lambda: _released(working))

@@ -53,7 +53,8 @@ class Reading:
         self._resources = resources or Resources.of_machine()
         identities = checkpoint.identities
         files = max(1, self._resources.files)
-        self._readers = [_CountingReader(check, files, identities) for _ in range(self._resources.workers)]
+        cache = self._resources.cache
+        self._readers = [_CountingReader(check, files, identities, cache) for _ in range(self._resources.workers)]
 
     def __enter__(self) -> "Reading":
         return self
@@ -212,8 +213,8 @@ def _new_array(shape: Shape, dtype: DType) -> Array:
 class _CountingReader(Reader):
     """A reader that notes how much it reads, of which files, and which parts of sealed ranges."""
 
-    def __init__(self, check: bool, max_files: int, identities: Identities) -> None:
-        super().__init__(check=check, max_files=max_files, identities=identities)
+    def __init__(self, check: bool, max_files: int, identities: Identities, cache_nbytes: int) -> None:
+        super().__init__(check=check, max_files=max_files, identities=identities, cache_nbytes=cache_nbytes)
         self._is_checked = check
         self.nbytes = 0
         self.files: dict[Path, None] = {}

@@ -28,7 +28,7 @@ from ckpt_formats.core.text import printable
 _SMALL = 1 << 23
 """Bytes of a decoded chunk up to which it is decoded at once, and kept by the reader."""
 _CACHED = 1 << 25
-"""Bytes of decoded chunks that a reader keeps. A block of rows is read of all chunks beside each other: if they have
+"""Bytes of decoded chunks that a reader keeps, if its share of the memory has room. A block of rows is read of all chunks beside each other: if they have
 more, each is decoded as a stream, which goes on at the next block, rather than anew for each block."""
 _MAX_FRAMES = 64
 _MAX_SHARD_INDEX = 1 << 26
@@ -223,7 +223,7 @@ class ChunkBlob(Blob):
                 text = f"chunk {printable(self.label)} has {value.nbytes:,} bytes, but its shape needs {length:,}"
                 raise CorruptError(text, where=path)
             stored.crop(part).read_into(out, reader)
-        elif length <= _SMALL and (part.shape == shape or not self._is_streamed(shape, length)):
+        elif length <= _SMALL and (part.shape == shape or not self._is_streamed(shape, length, reader)):
 
             def fill(buffer: Array) -> None:
                 encoded = bytearray(value.nbytes)
@@ -241,10 +241,10 @@ class ChunkBlob(Blob):
             )
             DecompressedBlob(frame, FileBlob.packed(path, 0, shape, self.dtype)).crop(part).read_into(out, reader)
 
-    def _is_streamed(self, shape: Shape, length: int) -> bool:
+    def _is_streamed(self, shape: Shape, length: int, reader: Reader) -> bool:
         """Whether the chunks of this shape beside each other are too many for the cache, but not to be open."""
         chunk_count = prod(-(-n // c) for n, c in zip(self.layout.shape[1:], shape[1:], strict=True))
-        return chunk_count * length > _CACHED and chunk_count <= _MAX_FRAMES
+        return chunk_count * length > reader.cache_room(_CACHED) and chunk_count <= _MAX_FRAMES
 
 
 def _decoded(data: bytes, codec: ChunkEncoding, length: int, label: str, where: Path) -> bytes:

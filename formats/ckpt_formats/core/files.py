@@ -60,20 +60,22 @@ class Reader:
         identities: Identities | None = None,
         band: Band | None = None,
         planned: "PlannedReads | None" = None,
+        cache_nbytes: int | None = None,
     ) -> None:
         """A reader that has at most `max_files` files open.
 
         `check`: compute the checksums of sealed ranges. `identities`: those of the files when they were first opened;
         if another file is at its path later, reading raises `CorruptError`. `band`: one that it shares with other
         readers.
-        `planned`: what it will read of objects in stores, so that it is requested before.
+        `planned`: what it will read of objects in stores, so that it is requested before. `cache_nbytes`: the most
+        bytes of its cache, if a format asks for more than 8 MiB; None: what the format asks for.
         """
         self._planned = planned
         self._band = band
         self._seals_of_band: set[Seal] = set()
         self._in_memory = BytesInMemory()
         self._check = check
-        self._max_cached_nbytes = _MAX_CACHED_BYTES
+        self._most_cached, self._max_cached_nbytes, self._cached_nbytes = cache_nbytes, _MAX_CACHED_BYTES, 0
         self._observer: Observer | None = None
         self.max_files = files_each(_EXPECTED_READERS) if max_files is None else max_files
         """How many files it has open at most."""
@@ -96,6 +98,7 @@ class Reader:
             self._files.popitem()[1].close()
         self._in_memory = BytesInMemory()
         self._cache.clear()
+        self._cached_nbytes = 0
         while self._buffers:
             release_buffer(self._buffers.popitem()[1])
 
@@ -218,29 +221,32 @@ class Reader:
 
     def cached_or_filled(self, key: Hashable, nbytes: int, fill: Callable[["_Array"], None], most: int = 0) -> "_Array":
         """The same for a buffer, (nbytes,) uint8, that `fill` writes. `most`: how many bytes the cache may have from
-        now on, if that is more than before.
+        now on, if that is more than before (see `cache_room`).
 
         It is valid until the next call of this method or of `cached_or`, since the memory is used again.
         """
         array = self.cached(key)
         if array is not None:
             return array
-        self._max_cached_nbytes = max(self._max_cached_nbytes, most)
+        self._max_cached_nbytes = max(self._max_cached_nbytes, self.cache_room(most))
         buffer = acquire_buffer(nbytes)
         fill(buffer[:nbytes])
         self._buffers[key] = buffer
         return self._add_to_cache(key, buffer[:nbytes])
 
+    def cache_room(self, most: int) -> int:
+        """How many bytes the cache may have for a format that asks for `most`."""
+        return max(_MAX_CACHED_BYTES, most if self._most_cached is None else min(most, self._most_cached))
+
     def _add_to_cache(self, key: Hashable, array: "_Array") -> "_Array":
         self._cache[key] = array
-        while len(self._cache) > 1 and self._cached_nbytes() > self._max_cached_nbytes:
-            oldest, _ = self._cache.popitem(last=False)
+        self._cached_nbytes += self._buffers.get(key, array).nbytes
+        while len(self._cache) > 1 and self._cached_nbytes > self._max_cached_nbytes:
+            oldest, removed = self._cache.popitem(last=False)
+            self._cached_nbytes -= self._buffers.get(oldest, removed).nbytes
             if oldest in self._buffers:
                 release_buffer(self._buffers.pop(oldest))
         return array
-
-    def _cached_nbytes(self) -> int:
-        return sum(self._buffers.get(key, array).nbytes for key, array in self._cache.items())
 
     def evidence(self, of: Container[Seal] | None = None) -> "Evidence":
         """The evidence of everything that was read so far of sealed ranges: of all, or of these only."""

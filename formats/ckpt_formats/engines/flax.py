@@ -142,7 +142,7 @@ class Flax(WritableFormat):
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """The files of the steps of all runs in a folder, the newest last; none if there are no such files. Never raises."""
+    """The files of the steps of all runs in a folder, the newest last; none if there are none. Never raises."""
     return [path for _, path in sorted(step for run in _runs(folder).values() for step in run)]
 
 
