@@ -28,8 +28,9 @@ from ckpt_formats.core.text import printable
 _SMALL = 1 << 23
 """Bytes of a decoded chunk up to which it is decoded at once, and kept by the reader."""
 _CACHED = 1 << 25
-"""Bytes of decoded chunks that a reader keeps, if its share of the memory has room. A block of rows is read of all chunks beside each other: if they have
-more, each is decoded as a stream, which goes on at the next block, rather than anew for each block."""
+"""Bytes of decoded chunks that a reader keeps, if its share of the memory has room. A block of rows is read of all
+chunks beside each other: if they have more, each is decoded as a stream, which goes on at the next block, rather than
+anew for each block."""
 _MAX_FRAMES = 64
 _MAX_SHARD_INDEX = 1 << 26
 """Bytes of the index of a shard, and of all indices that are kept."""
