@@ -177,6 +177,19 @@ def test_flax_matches_optimizer_states_to_parameters(tmp_path: Path) -> None:
     assert bits(read(again.parameters["opt_state/0/hidden/v"].weight)) == bits(moment + 1)
 
 
+def test_flax_bounds_the_bytes_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(container, "_MAX_READ", 1000)
+    tree = {str(i): "text" * 30 for i in range(10)}
+    with pytest.raises(UnsafeError, match="more than 1,000 bytes that are no arrays"):
+        ckpt.open(file(tmp_path, {"w": np.ones(2, np.float32), **tree}))
+
+
+def test_orbax_refuses_numbers_that_its_types_do_not_hold(tmp_path: Path) -> None:
+    state = {"params": {"w": np.ones(2, np.float32)}, "opt_state": {}, "seed": (1 << 64) - 1}
+    with pytest.raises(UnsupportedError, match=r"`seed` is 18446744073709551615, which int64 does not hold"):
+        ckpt.save(ckpt.open(file(tmp_path, state)), tmp_path / "out", "orbax")
+
+
 def test_flax_names_newer_files_of_a_run_that_are_damaged_and_refuses_several_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

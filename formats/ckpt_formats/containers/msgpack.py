@@ -26,6 +26,8 @@ MAX_CHUNK = 1 << 30
 """Bytes of an array above which Flax stores it in chunks."""
 _MAX_TEXT = 1 << 20
 """Bytes of a text, or of a value of bytes."""
+_MAX_READ = 1 << 28
+"""Bytes of all values that are no arrays."""
 _NDARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4
 _CHUNKED, _SHAPE, _CHUNKS = "__msgpack_chunked_array__", "shape", "chunks"
 _NUMBERS = {
@@ -73,7 +75,7 @@ class _TreeReader:
         self._path = path
         self._file = file
         self._at = 0
-        self._values = 0
+        self._values = self._read_nbytes = 0
         self.nbytes = file.seek(0, 2)
         file.seek(0)
 
@@ -212,6 +214,9 @@ class _TreeReader:
             raise UnsafeError(f"holds a value of {nbytes:,} bytes that is not an array", where=self._path)
         self._check_room(nbytes)
         self._at += nbytes
+        self._read_nbytes += nbytes
+        if self._read_nbytes > _MAX_READ:
+            raise UnsafeError(f"holds more than {_MAX_READ:,} bytes that are no arrays", where=self._path)
         read = self._file.read(nbytes)
         if len(read) != nbytes:
             raise self._corrupt("it became shorter while it was read")

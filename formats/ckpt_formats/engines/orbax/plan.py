@@ -8,7 +8,7 @@ import numpy as np
 
 from ckpt_formats.containers.zarr_write import ChunkGrid
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
-from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import FilePlan, Plan
 from ckpt_formats.core.notices import Notice, Weight
@@ -56,8 +56,8 @@ class WrittenTree:
         elif isinstance(value, str):
             written = WrittenLeaf(Leaf(path, kinds, "string"), text=value)
         elif type(value) in _SCALARS:
-            number = np.asarray(value, _SCALARS[type(value)])
-            written = WrittenLeaf(Leaf(path, kinds, "scalar"), Tensor.of(ArrayBlob(number)))
+            number = _number(value, np.dtype(_SCALARS[type(value)]), where)
+            written = WrittenLeaf(Leaf(path, kinds, "scalar"), number)
         else:
             kind = next((kind for kind, empty in EMPTY.items() if type(empty) is type(value) and empty == value), None)
             if kind is None:
@@ -158,7 +158,7 @@ def tree_of(source: Checkpoint) -> WrittenTree:
                 _add_extras(tree, source, (key,), (DICT,), value, broken)
     else:
         if source.step is not None:
-            tree.add(("step",), (DICT,), Tensor.of(ArrayBlob(np.asarray(source.step, np.int32))))
+            tree.add(("step",), (DICT,), _number(source.step, np.dtype(np.int32), "the step"))
         if extras := tuple(source.extras):
             tree.dropped.append(Notice("extras", extras, Weight.LOST))
     if source.aliases:
@@ -214,8 +214,8 @@ def _add_optimizers(
             text = f"parameters have taken different numbers of steps: {', '.join(map(str, sorted(counts)[:4]))}"
             raise UnsupportedError(f"{text}; optax has one count for all")
         if counts and place["count"]:
-            steps = np.asarray(int(counts.pop()), DTYPES[place["count"]])
-            tree.add((*path, COUNT), (*kinds, DICT), Tensor.of(ArrayBlob(steps)))
+            steps = _number(int(counts.pop()), DTYPES[place["count"]], "the optimizer's number of steps")
+            tree.add((*path, COUNT), (*kinds, DICT), steps)
     if parameters and not known:
         for path in _EMPTY_STATES:
             tree.add(path, (DICT, SEQUENCE), None)
@@ -223,6 +223,13 @@ def _add_optimizers(
         tree.dropped.append(Notice("states that optax's Adam does not have", tuple(sorted(other)), Weight.LOST))
     if any(group.options for group in source.groups):
         tree.dropped.append(Notice("options of the optimizer: optax has them in the program"))
+
+
+def _number(value: float, dtype: DType, what: str) -> Tensor:
+    """A number, as a tensor without axes. Raises `UnsupportedError` if an integer type is too small for it."""
+    if dtype.kind in "iu" and not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
+        raise UnsupportedError(f"{what} is {value}, which {dtype.name} does not hold")
+    return Tensor.of(ArrayBlob(np.asarray(value, dtype)))
 
 
 def _kinds_of(tree: WrittenTree, layout: Mapping[str, Value], keys: Path) -> tuple[int, ...]:
