@@ -199,6 +199,8 @@ def test_layers_that_maxtext_cannot_scan_are_refused() -> None:
         use_names(model("qwen3_moe", decoder_sparse_step=2), "maxtext")
     with pytest.raises(UnsupportedError, match="pairs of layers"):
         use_names(model("gemma2", num_hidden_layers=3), "maxtext", allow_rounding=True)
+    with pytest.raises(UnsupportedError, match="cycles of 2 layers in this family, but the model has 3"):
+        use_names(model("gpt_oss", num_hidden_layers=3), "maxtext")
     source = model("qwen3")
     with pytest.raises(UnsupportedError, match="layers that are not there: 2"):
         use_names(source.select(skip=[r"\.layers\.2\."]), "maxtext")

@@ -6,7 +6,8 @@ on, with all states. Layers that are not all alike have their own stacks:
 | scan | stacks | layers one by one |
 |---|---|---|
 | `all` | `layers.X` | `layers_L.X` |
-| `cycles of N` | `layers.layers_B.X` (B, B + N, ...), at the end `layers_remainder.layers_R.X` | `layers_L.X` |
+| `cycles of N` | `layers.layers_B.X` (B, B + N, ...) | `layers_L.X` |
+| `cycles of N and a remainder` | the same, at the end `layers_remainder.layers_R.X` | `layers_L.X` |
 | `pairs` | `layers.M_local.X`, `layers.M_global.X`: the module M of even, odd layers | `layers_P.M_local.X`, ... |
 | `dense, then experts` | `dense_layers.X`, `moe_layers.X` | `dense_layers_L.X`, `moe_layers_L.X` |
 
@@ -47,7 +48,7 @@ class Scan:
     def cycle(self) -> int:
         """The layers of a cycle; 0: there are no cycles."""
         words = self.kind.split()
-        return int(words[-1]) if words[0] == "cycles" else 0
+        return int(words[2]) if words[0] == "cycles" else 0
 
 
 def scan_of(kind: str, layers: int, moe_layers: Sequence[bool] | None) -> Scan:
@@ -60,7 +61,10 @@ def scan_of(kind: str, layers: int, moe_layers: Sequence[bool] | None) -> Scan:
         raise UnsupportedError("MaxText has no models of this family with experts in some layers only")
     if kind == PAIRS and layers % 2:
         raise UnsupportedError(f"MaxText has pairs of layers in this family, but the model has {layers}")
-    return Scan(kind, layers, dense)
+    scan = Scan(kind, layers, dense)
+    if scan.cycle and layers % scan.cycle and not kind.endswith("remainder"):
+        raise UnsupportedError(f"MaxText has cycles of {scan.cycle} layers in this family, but the model has {layers}")
+    return scan
 
 
 def one_by_one(source: Checkpoint, scan: Scan) -> Checkpoint:
