@@ -333,6 +333,11 @@ def test_chunk_that_decodes_to_more_than_its_shape_is_refused(compressor: str, t
     tree = write_tree(tmp_path / "tree", {**stored, "params.w/0": data[: 1 << 20]})
     with pytest.raises(CorruptError, match=r"decodes to 17 bytes or more"):
         ckpt.open(tree)["w"][...]
+    large = {"compressor": {"id": compressor}, "shape": [1 << 50], "chunks": [1 << 50]}
+    stored = {"params.w/.zarray": json.dumps({**METADATA, **large}).encode()}
+    tree = write_tree(tmp_path / "large", {**stored, "params.w/0": data[:1000]})
+    with pytest.raises(UnsafeError, match="is in the database, in 1,000 bytes"):
+        ckpt.open(tree)["w"][0:4]
 
 
 @pytest.mark.parametrize(

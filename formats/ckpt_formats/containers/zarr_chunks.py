@@ -31,6 +31,8 @@ _CACHED = 1 << 25
 """Bytes of decoded chunks that a reader keeps, if its share of the memory has room. A block of rows is read of all
 chunks beside each other: if they have more, each is decoded as a stream, which goes on at the next block, rather than
 anew for each block."""
+_MAX_INLINE = 1 << 28
+"""Bytes to which a chunk in the database itself may decode, if it is compressed. Writers store up to a few kB there."""
 _MAX_FRAMES = 64
 _MAX_SHARD_INDEX = 1 << 26
 """Bytes of the index of a shard, and of all indices that are kept."""
@@ -214,6 +216,9 @@ class ChunkBlob(Blob):
         codec, length = self.layout.codec, prod(shape) * self.dtype.itemsize
         trailer = 4 * codec.checksum
         if isinstance(value, bytes):
+            if codec.compression is not None and length > _MAX_INLINE:
+                text = f"chunk {printable(self.label)} of {length:,} bytes is in the database, in {len(value):,} bytes"
+                raise UnsafeError(text, where=self.reader.folder)
             data = _decoded(value, codec, length, self.label, self.reader.folder)
             ArrayBlob(np.frombuffer(data, self.dtype).reshape(shape)).crop(part).read_into(out, reader)
             return
