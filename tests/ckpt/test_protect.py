@@ -285,6 +285,59 @@ def test_hostile_manifests_are_refused_before_anything_is_written(run: Path) -> 
     assert command("repair", run).code == 0
 
 
+def flip(path: Path, at: int = -3) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def ranges_of(result: ckpt.types.Repair) -> dict[str, tuple[tuple[int, int], ...]]:
+    return {file.path.name: file.lost_ranges for file in result.damaged if file.lost_ranges}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_leftover", [False, True])
+def test_repair_removes_no_only_copy_of_a_block_of_a_file_that_it_cannot_repair(
+    tmp_path: Path, is_leftover: bool
+) -> None:
+    root, block = tmp_path / "run", 1 << 20
+    fill(root, {name: os.urandom(block + 9) for name in "abc"})
+    ckpt.protect(root, 1, resources=TWO)
+    whole = contents_of(root)
+    if is_leftover:  # of a repair that was killed
+        (root / ".b.ckpt-repaired").write_bytes(whole["b"][:block])
+        for name in "bc":
+            (root / name).unlink()
+    else:  # b and a have each other's names, and b is damaged besides
+        (root / "a").write_bytes(whole["b"])
+        (root / "b").write_bytes(whole["a"])
+        flip(root / "a")
+        flip(root / "c", 5)
+        flip(root / "c")
+    lost = dict.fromkeys("bc", ((block, block + 9),))
+    assert ranges_of(ckpt.repair(root, resources=TWO)) == lost
+    assert ranges_of(ckpt.repair(root, resources=TWO)) == lost
+    fill(tmp_path / "copy", {"c": whole["c"]})
+    assert not ckpt.repair(root, others=[tmp_path / "copy"], resources=TWO).unrepairable
+    assert contents_of(root) == whole
+
+
+def test_repair_replaces_no_file_that_is_written_meanwhile(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    fill(root, {name: os.urandom(99) for name in "abc"})
+    ckpt.protect(root, 2, resources=TWO)
+    flip(root / "a")
+    (root / "b").unlink()
+    for name, content in (("a", b"newer"), ("b", b"new")):
+
+        def write(done: int, total: int, name: str = name, content: bytes = content) -> None:
+            (root / name).write_bytes(content)
+
+        with pytest.raises(ckpt.CkptError):
+            ckpt.repair(root, resources=TWO, progress=write)
+        assert (root / name).read_bytes() == content
+
+
 def test_no_file_is_written_through_a_link_to_a_folder(run: Path, tmp_path: Path) -> None:
     (step,) = run.glob("global_step*")
     outside = step.rename(tmp_path / "outside")
@@ -294,12 +347,6 @@ def test_no_file_is_written_through_a_link_to_a_folder(run: Path, tmp_path: Path
     done = command("repair", run)
     assert done.code == 21
     assert not lost.exists()
-
-
-def flip(path: Path, at: int = -3) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.slow

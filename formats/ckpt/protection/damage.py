@@ -137,25 +137,35 @@ def find_damage(
     """Read all blocks, and look for those that are not where they should be.
 
     `others`: folders with files of the same names, or copies of the only file, which may have them. `leftover`: the
-    file that an interrupted repair has left for a path. Blocks are found elsewhere by their hash alone. `rebuilt`:
-    takes blocks that are computed meanwhile, and then are elsewhere.
+    file that an interrupted repair has left for a path. Blocks are found elsewhere by their hash alone; `others` are
+    read only for what parity does not replace. `rebuilt`: takes blocks that are computed meanwhile, and then are
+    elsewhere.
     """
     wrong = _scan(folder, resources, count, rebuilt)
     bad = frozenset(wrong)
     elsewhere = {**dict(_misplaced(folder, wrong)), **(rebuilt.places if rebuilt is not None else {})}
     lengths = frozenset(path for path, nbytes, _ in all_files(folder) if file_nbytes(path) != nbytes)
-    for at in bad - elsewhere.keys():
-        place = folder.place(at)
-        candidates = [leftover(place.path)]
-        if place.path.is_relative_to(folder.root):
-            name = place.path.relative_to(folder.root).as_posix()
-            is_single = folder.file is not None
-            candidates += [other if is_single and not other.is_dir() else other / name for other in others]
-        for path in candidates:
-            if path is not None and _has(folder, at, candidate := BlockPlace(path, place.offset, place.nbytes)):
-                elsewhere[at] = candidate
-                break
+
+    def look(blocks: Iterable[BlockAddress], candidates: Callable[[Path], Iterable[Path | None]]) -> None:
+        for at in sorted(blocks, key=lambda at: (at.group, at.stripe, at.column)):
+            count(0)  # raises if the user has interrupted
+            place = folder.place(at)
+            for path in candidates(place.path):
+                if path is not None and _has(folder, at, other := BlockPlace(path, place.offset, place.nbytes)):
+                    elsewhere[at] = other
+                    break
+
+    look(bad - elsewhere.keys(), lambda path: [leftover(path)])
+    # Copies may be far away: of them, only what parity cannot replace is read.
+    look(list(_too_many(folder, bad - elsewhere.keys())), lambda path: _copies(folder, path, others))
     return Damage(folder, bad, elsewhere, frozenset(_too_many(folder, bad - elsewhere.keys())), lengths)
+
+
+def _copies(folder: ProtectedFolder, path: Path, others: Sequence[Path]) -> Iterator[Path]:
+    """Where copies of a file may be."""
+    if path.is_relative_to(folder.root):
+        name, is_single = path.relative_to(folder.root).as_posix(), folder.file is not None
+        yield from (other if is_single and not other.is_dir() else other / name for other in others)
 
 
 class RebuiltFiles(Protocol):

@@ -28,6 +28,7 @@ from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import Checked, Count, LocalPath, StrPath, checked
 from ckpt_formats.core.errors import CkptError, CorruptError, OutputError, UnsafeError
 from ckpt_formats.core.files import write_at
+from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush
 from ckpt_formats.parity.blocks import (
@@ -110,10 +111,13 @@ def repair(
             files = find_damage(folder, resources, count, copies, _repaired).files()
         else:
             try:
+                identities = {
+                    path: Identity.of(path.stat()) for path, _, _ in all_files(folder) if os.path.exists(path)
+                }
                 with _Rebuilt(folder) as rebuilt:
                     damage = find_damage(folder, resources, count, copies, _repaired, rebuilt)
                 files = damage.files()
-                _write(damage, files, rebuilt, resources, count)
+                _write(damage, files, rebuilt, identities, resources, count)
                 _renew_manifests(folder)
             except OSError as error:
                 if isinstance(error, CkptError):
@@ -209,32 +213,44 @@ def _write(
     damage: Damage,
     files: Sequence[DamagedFile],
     rebuilt: _Rebuilt,
+    identities: Identities,
     resources: Resources,
     count: Callable[[int], None],
 ) -> None:
-    """Write the files that can be repaired beside their places, compare them, and rename them."""
-    lengths = {path: nbytes for path, nbytes, _ in all_files(damage.folder)}
+    """Write the files that can be repaired beside their places, compare them, and rename them.
+
+    Nothing is removed that has the only copy of a block. If one of a file that cannot be repaired is in a file that is
+    replaced, what is left of the first one is written beside its place, where the next repair finds it.
+    """
+    folder = damage.folder
+    lengths = {path: nbytes for path, nbytes, _ in all_files(folder)}
     paths = [file.path for file in files if file.is_repairable]
-    for path in paths:
-        _make_parents(damage.folder, path)
+    lost = {file.path for file in files if not file.is_repairable}
+    homeless = {folder.place(at).path for at, place in damage.elsewhere.items() if place.path in paths} & lost
+    for path in (*homeless, *paths):
+        _make_parents(folder, path)
     leftovers = {place.path for place in damage.elsewhere.values()} - set(rebuilt.paths.values())
     outputs: dict[Path, Path] = {}
-    for path in paths:
+    for path in (*sorted(homeless), *paths):
         new = _repaired(path)
         # What an interrupted repair has left may be the only copy of a block: it stays until another one is whole.
         outputs[path] = _repaired(new) if new in leftovers else new
-    incomplete = _incomplete(damage.folder, paths, rebuilt)
+    incomplete = _incomplete(folder, list(outputs), rebuilt)
     # Files of which some are open together: a process may open so many.
     for first in range(0, len(incomplete), _FILES_AT_ONCE):
         some = {path: outputs[path] for path in incomplete[first : first + _FILES_AT_ONCE]}
         _fill(damage, some, lengths, rebuilt, resources, count)
     for new in outputs.values():
         flush(new)
+    check_unchanged({path: identities[path] for path in paths if path in identities})
+    if appeared := [path for path in paths if path not in identities and path.exists()]:
+        raise CorruptError("appeared during the repair", where=appeared[0], hint="Repair it when nothing writes it.")
     for path, new in outputs.items():
-        os.replace(new, path)
-    for folder in {path.parent for path in outputs}:
-        flush(folder)
-    for path in lengths:
+        os.replace(new, _repaired(path) if path in lost else path)
+    for parent in {path.parent for path in outputs}:
+        flush(parent)
+    stay = homeless | {path for path in lost if _repaired(path) in leftovers}
+    for path in lengths.keys() - stay:
         _repaired(path).unlink(missing_ok=True)
 
 
@@ -281,7 +297,11 @@ def _fill(
         def fill(stripe: tuple[int, int]) -> None:
             count(0)  # raises if the user has interrupted
             blocks = folder.blocks_of(*stripe)
-            wanted = [at for at in blocks if at not in rebuilt.places and folder.place(at).path in opened]
+            wanted = [
+                at
+                for at in blocks
+                if folder.place(at).path in opened and at not in rebuilt.places and at not in damage.irreplaceable
+            ]
             if not wanted:
                 return
             source = FoundBlocks(damage, threads.reader)
