@@ -250,6 +250,16 @@ def test_protect_and_repair_refuse_what_they_cannot_do(run: Path, tmp_path: Path
         assert (done.code, text in done.err) == (code, True), done.err
 
 
+def test_parity_of_a_file_says_nothing_of_other_files(tmp_path: Path) -> None:
+    fill(tmp_path, {"a": b"first", "b": b"second"})
+    ckpt.protect(tmp_path / "a", 1, resources=TWO)
+    (tmp_path / ".a.ckpt-parity").rename(tmp_path / ".b.ckpt-parity")
+    (tmp_path / "a").unlink()
+    with pytest.raises(ckpt.CorruptError, match="is the parity of a"):
+        ckpt.repair(tmp_path / "b", resources=TWO)
+    assert not (tmp_path / "a").exists()
+
+
 @pytest.mark.slow
 def test_hostile_manifests_are_refused_before_anything_is_written(run: Path) -> None:
     path = run / ".ckpt-parity" / "manifest"
@@ -272,6 +282,8 @@ def test_hostile_manifests_are_refused_before_anything_is_written(run: Path) -> 
         {"groups": []}, {"groups": [[]]}, {"groups": None}, groups("../x", 5), groups("/etc/x", 5),
         groups("a/../../x", 5), groups(".ckpt-parity/x", 5), groups("", 5), groups("a\0b", 5), groups("x", 1 << 61),
         {"groups": [[["domain", [["x", 5, 5]]]]]}, {"groups": [[["domain", [["x", 5], ["x", 5, 5]]]]]},
+        {"groups": [[["domain", [["x", 5, 1 << 20], ["x", 1 << 20]]]]]}, {"parities": 33}, groups("\ud800", 5),
+        {"elsewhere": ["/a\0b"]}, {"elsewhere": ["a"]}, {"elsewhere": ["/\ud800"]}, {"elsewhere": [5]},
         groups("x", -1), groups("x", "5"), groups("x" * 5000, 5), groups(7, 5),
     ]:  # fmt: skip
         path.write_bytes(forged(change))

@@ -15,6 +15,7 @@ from ckpt_codecs.native.parity import add_products
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import Reader, unreadable
 from ckpt_formats.core.identity import Identities
+from ckpt_formats.core.text import printable
 from ckpt_formats.parity.code import parity_matrix, recovery_matrix
 from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, NAME, BlockHashes, DomainGroup, ParityManifest, read
 
@@ -116,19 +117,25 @@ def find_parity(path: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
 
     `elsewhere`: the folders that have the parity now, if they are not where the manifest says.
 
-    Raises `NotFoundError` if there is no copy, `CorruptError` if none is whole.
+    Raises `NotFoundError` if there is no copy, `CorruptError` if none is whole, or if it is that of another file.
     """
     base = parity_folder(path)
     root, file = (path, None) if base.parent == path else (path.parent, path.name)
     folders = (*elsewhere, base)
     errors = list[CkptError]()
-    for path in manifest_copies(folders):
+    for copy in manifest_copies(folders):
         try:
-            hashes = read(path)
+            hashes = read(copy)
         except OSError:
             continue
         except CkptError as error:
             errors.append(error)
+            continue
+        if file is not None and hashes.manifest.lengths.keys() != {file}:
+            # Or the parity of one file would write others beside it.
+            names = ", ".join(map(printable, list(hashes.manifest.lengths)[:2]))
+            hint = "Give both the names that they had, or protect the file with --overwrite."
+            errors.append(CorruptError(f"is the parity of {names or 'no file'}", where=copy, hint=hint))
             continue
         there = tuple(elsewhere) or tuple(map(Path, hashes.manifest.elsewhere))
         return ProtectedFolder(root, places_of(base, there, hashes.manifest.parities), hashes, file)

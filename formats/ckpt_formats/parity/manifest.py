@@ -7,6 +7,7 @@ of all groups are files in one folder, the place j. If a single file is protecte
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from ckpt_formats.core.arguments import MAX_INTEGER
 from ckpt_formats.core.claims import MAX_PATH
 from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError, form_of
 from ckpt_formats.core.text import printable
-from ckpt_formats.parity.code import MAX_BLOCKS
+from ckpt_formats.parity.code import MAX_BLOCKS, MAX_LOST
 
 FOLDER = ".ckpt-parity"
 """The folder with the parity of the folder that it is in. That of a single file also has the file's name before."""
@@ -245,7 +246,8 @@ def read(path: Path) -> BlockHashes:
 
 
 def _manifest(fields: dict[str, Any], where: Path) -> ParityManifest:
-    parities = _number(fields["parities"], 1, MAX_BLOCKS - 1)
+    # A thread needs memory for so many blocks, so that a larger number is refused.
+    parities = _number(fields["parities"], 1, MAX_LOST)
     groups = tuple(
         DomainGroup(
             tuple(Domain(str(name), tuple(_file(where, *file) for file in files)) for name, files in domains),
@@ -255,10 +257,10 @@ def _manifest(fields: dict[str, Any], where: Path) -> ParityManifest:
     )
     for group in groups:
         _number(len(group.domains), 1, MAX_BLOCKS - parities)
-    manifest = ParityManifest(groups, parities, str(fields["by"]), tuple(map(str, fields["elsewhere"])))
+    manifest = ParityManifest(groups, parities, str(fields["by"]), tuple(map(_absolute, fields["elsewhere"])))
     ends: dict[str, int] = {}
-    for file in sorted(manifest.files, key=lambda file: (file.name, file.start)):
-        # The parts of a file follow each other, and only its last block is shorter than others.
+    for file in manifest.files:
+        # The parts of a file follow each other, also in the manifest, and only its last block is shorter than others.
         is_part = file.name in ends
         if file.start != ends.get(file.name, 0) or (is_part and (not file.start or file.start % BLOCK_NBYTES)):
             raise CorruptError("the manifest of parity names bytes of a file twice, or not at all", where=where)
@@ -277,9 +279,21 @@ def _file(where: Path, name: str, nbytes: int, start: int = 0) -> ProtectedFile:
     return ProtectedFile(name, _number(nbytes, 0, MAX_INTEGER), _number(start, 0, MAX_INTEGER))
 
 
+def _absolute(folder: str) -> str:
+    """A folder with parity, as it is stated. Raises `TypeError`, `ValueError`."""
+    if "\0" in folder or not Path(folder).is_absolute():
+        raise ValueError(f"{folder!r:.40} is not the path of a folder")
+    os.fsencode(folder)  # raises if no system can have such a name
+    return folder
+
+
 def check_names(names: Sequence[str], where: Path) -> None:
-    """Raise `UnsafeError` for names that are not those of files below a folder, and outside its parity."""
+    """Raise `UnsafeError` for names that are not those of files below a folder, and outside its parity.
+
+    Raises `UnicodeEncodeError`, which is a `ValueError`, for those that no system can have.
+    """
     for name in names:
+        os.fsencode(name)
         parts = name.split("/")
         is_parity = any(part.endswith(FOLDER) for part in parts)
         if len(name) > MAX_PATH or "\0" in name or is_parity or not all(part.strip(".") for part in parts):
