@@ -1,8 +1,8 @@
 /* Planes of few symbols, or mostly of one: as digits or as runs, below the one bit per symbol that a Huffman code needs.
  *
  * docs/codecs.md, "Runs" and "Digits", specifies the bytes. Memory safety: the writer is called for planes of 2048
- * symbols and more, and takes less space than the plane, as the comments prove; the reader checks each size and
- * count against the bytes left and the size of the plane before it uses it. */
+ * symbols and more, and takes less space than the plane, as the comments prove; the reader checks each size
+ * against the bytes left, each count against the scratch, and each place against the plane before it uses it. */
 #include "lossless.h"
 
 enum { MIN_DIGITS_BASE = 2, MAX_DIGITS_BASE = 16 };
@@ -180,7 +180,8 @@ static bool fill_gaps(const u8 *gaps, i64 gaps_size, const u8 *others, i64 other
 static bool read_runs(const u8 *source, i64 source_size, u8 *plane, i64 size, Scratch scratch, Code *code) {
     if (source_size < 9) return false;
     i64 gaps_size = load32(source + 1), others_size = load32(source + 5);
-    if (others_size > size || gaps_size > size + size / LONG_GAP) return false;
+    /* More than `scratch` holds is refused here, and more than the plane holds by `fill_gaps`: each other symbol and its
+     * gap take a place of their own, and long gaps leave the plane before the last gap, which is not long. */
     u8 *gaps = take(&scratch, gaps_size), *others = take(&scratch, others_size);
     if (!gaps || !others) return false;
     i64 left = source_size - 9, bytes = read_inner(source + 9, left, gaps, gaps_size, scratch, code);
