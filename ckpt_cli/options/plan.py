@@ -67,7 +67,10 @@ def plan_options(command: F) -> F:
         ),
         click.option("--lose", type=numbers(Ranks), metavar="M", help="Any M hosts may be lost at once.  [default: 1]"),
         click.option(
-            "--rack", type=numbers(Ranks), metavar="N", help="N neighbours fail together, as in a rack.  [default: 1]"
+            "--rack",
+            type=numbers(Ranks),
+            metavar="N",
+            help="N hosts in a row are a rack: they fail together.  [default: 1]",
         ),
         click.option("--network", type=rate, help="Rate of a host beside training, such as 10GiB/s."),
         click.option("--host-memory", type=size, help="Memory that a host has for states, such as 200GiB."),

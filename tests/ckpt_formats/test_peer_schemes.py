@@ -1,5 +1,7 @@
 """Schemes of peers' memory: what a text states, and what cannot be stated."""
 
+import itertools
+
 import pytest
 
 from ckpt_formats.core.errors import InvalidArgumentError
@@ -55,6 +57,27 @@ def test_each_host_is_in_one_group_and_no_neighbours_are_lost_together(text: str
         worst = max(len(set(window) & set(group)) for window in windows for group in groups)
         assert worst <= scheme.lost_together(size, jump)
         assert size > jump or worst == 1
+
+
+@pytest.mark.parametrize("text", ["copies:1", "copies:2", "copies:3", "parity:3+2"])
+def test_neighbours_and_racks_are_those_that_may_be_lost(text: str) -> None:
+    scheme = PeerScheme.parse(text)
+    for hosts, jump in itertools.product(range(scheme.hosts, 21), range(1, 5)):
+        if hosts < jump * scheme.hosts:
+            continue
+        order = sorted(range(hosts), key=lambda host: (host % jump, host))
+        rows = [{order[(at + k) % hosts] for k in range(scheme.hosts)} for at in range(hosts)]
+        sets = rows if scheme.is_copies else list(map(set, scheme.groups(hosts, jump)))
+
+        def is_lost(first: int, size: int, sets: list[set[int]] = sets) -> bool:
+            return any(len(one.intersection(range(first, first + size))) > scheme.spares for one in sets)
+
+        size = scheme.neighbours(hosts, jump)
+        assert size >= scheme.spares
+        assert not any(is_lost(first, size) for first in range(hosts - size + 1))
+        assert not scheme.is_copies or any(is_lost(first, size + 1) for first in range(hosts - size))
+        for rack in range(1, 9):
+            assert scheme.covers(rack, hosts, jump) != any(is_lost(first, rack) for first in range(0, hosts, rack))
 
 
 def test_groups_need_as_many_hosts_as_scheme_and_jump_say() -> None:

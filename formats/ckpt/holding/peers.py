@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_formats.core.errors import InvalidArgumentError
-from ckpt_formats.parity.scheme import PeerScheme
+from ckpt_formats.parity.scheme import PeerScheme, circle
 from ckpt_formats.stores.address import NetworkAddress, parse_address
 
 HELD = "holds all"
@@ -59,7 +59,7 @@ class Peers:
     @property
     def order(self) -> tuple[int, ...]:
         """The hosts in the order in which each gives its copies to those that follow it, in a circle."""
-        return tuple(sorted(range(len(self.hosts)), key=lambda host: (host % self.jump, host)))
+        return circle(len(self.hosts), self.jump)
 
     def holders_of(self, host: int) -> tuple[int, ...]:
         """The hosts that hold what a host records. It is not among them."""

@@ -42,7 +42,7 @@ class PeerHosts(Checked):
     memory_nbytes: _Amount | None = None
     """The memory that a host has for states; None: not known."""
     together: Ranks = 1
-    """Neighbours that fail together, such as the hosts of a rack."""
+    """Hosts of a rack, which fail together: so many in a row, the first rack from the first host on."""
 
     @property
     def piece_nbytes(self) -> float:
@@ -62,7 +62,7 @@ class PeerPlan(Checked):
     losses: Count
     """Any so many hosts may be lost at once."""
     neighbours: Count
-    """So many neighbours may be lost at once."""
+    """So many neighbours may be lost at once, wherever they begin."""
     memory_nbytes: Count
     """What a host holds: copies of others' states, or its own state and parity; in two generations."""
     sent_nbytes: Count
@@ -76,7 +76,7 @@ class PeerPlan(Checked):
     fits: bool
     """Whether the memory suffices, as far as it is known."""
     covers: bool
-    """Whether the neighbours that fail together may be lost."""
+    """Whether `lose` hosts may be lost, and the hosts of any rack."""
     schedule: Schedule | None
     """How often to store, and the waste; None: no run is known, or it makes no progress."""
 
@@ -125,7 +125,7 @@ def _plan(scheme: PeerScheme, hosts: PeerHosts, run: RunCosts | None, lose: int)
         group=scheme.hosts,
         jump=jump,
         losses=scheme.spares,
-        neighbours=scheme.spares * jump,
+        neighbours=scheme.neighbours(hosts.hosts, jump),
         memory_nbytes=memory,
         sent_nbytes=sent,
         send_seconds=seconds,
@@ -134,7 +134,7 @@ def _plan(scheme: PeerScheme, hosts: PeerHosts, run: RunCosts | None, lose: int)
         ),
         is_available=scheme.is_copies,
         fits=hosts.memory_nbytes is None or memory <= hosts.memory_nbytes,
-        covers=scheme.spares >= lose and scheme.lost_together(hosts.together, jump) <= scheme.spares,
+        covers=scheme.spares >= lose and scheme.covers(hosts.together, hosts.hosts, jump),
         schedule=None if run is None else _schedule(run, seconds or 0.0),
     )
 

@@ -9,6 +9,8 @@ A scheme is written `copies:N` or `parity:K+M`. What a host has of a state is it
 """
 
 import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckpt_formats.core.errors import InvalidArgumentError
@@ -91,9 +93,37 @@ class PeerScheme:
             result += [range(low + group, high, count) for group in range(count)]
         return tuple(result)
 
+    def holding(self, hosts: int, jump: int) -> Iterator[Sequence[int]]:
+        """The hosts that have the same, or its parity: of each set, so many as there are spares may be lost."""
+        if not self.is_copies:
+            yield from self.groups(hosts, jump)
+            return
+        order = circle(hosts, jump)
+        for at in range(hosts):
+            yield [order[(at + number) % hosts] for number in range(self.hosts)]
+
+    def neighbours(self, hosts: int, jump: int) -> int:
+        """How many neighbours in the list of hosts may be lost, wherever they begin."""
+        if not self.is_copies:
+            return self.spares * jump
+        # The circle goes on from the last hosts of the list to the first ones, which may be nearer than `jump`.
+        return min(max(own) - min(own) for own in self.holding(hosts, jump))
+
+    def covers(self, rack: int, hosts: int, jump: int) -> bool:
+        """Whether the hosts of any rack may be lost: so many in a row, the first rack from the first host on."""
+        return all(
+            max(Counter(host // rack for host in own).values()) <= self.spares for own in self.holding(hosts, jump)
+        )
+
     def lost_together(self, neighbours: int, jump: int) -> int:
         """How many hosts that hold parts of one piece, or its parity, are among so many neighbours, at most.
 
-        They are at least `jump` apart: those of a group, and those that follow each other in the circle of copies.
+        They are at least `jump` apart: those of a group, and those that follow each other in the circle of copies
+        of many hosts (`neighbours` is exact).
         """
         return -(-neighbours // jump)
+
+
+def circle(hosts: int, jump: int) -> tuple[int, ...]:
+    """The hosts in the order in which each gives its copies to those that follow it; after the last comes the first."""
+    return tuple(sorted(range(hosts), key=lambda host: (host % jump, host)))
