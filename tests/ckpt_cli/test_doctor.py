@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +190,8 @@ def test_doctor_says_which_parity_does_not_fit_its_files(tmp_path: Path) -> None
     assert (first["fits"], first["by"], first["losses"]) == (True, "node:1", 2)
     largest = max((path for path in run.rglob("*.pt")), key=lambda path: path.stat().st_size)
     changed = bytes(byte ^ 1 for byte in largest.read_bytes())
-    largest.write_bytes(changed)  # saved again under its name, with the same length
-    os.utime(largest, ns=(time.time_ns() + 10**12,) * 2)
+    largest.write_bytes(changed)  # another one under its name, with the same length, as old as `cp -p` leaves it
+    os.utime(largest, ns=(10**18,) * 2)
     (run / "latest").unlink()
     (run / "notes.txt").write_text("new")
     (run / FOLDER / "1" / "group-000").write_bytes(b"")

@@ -1,7 +1,7 @@
 """Say of the checkpoints in a folder whether they have parity, and whether it fits their files and survives a disk.
 
-Names, lengths and times are compared, and of files that are newer than the manifest one block, so that a checkpoint
-that was saved again under its name is noticed; `ckpt verify` compares all blocks.
+Names, lengths and times are compared, and of files that came or changed after the manifest one block, so that a
+checkpoint that was saved again under its name is noticed; `ckpt verify` compares all blocks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -115,9 +115,11 @@ def _compared(path: Path, parity: ProtectedFolder, most: int) -> tuple[SurveyedF
     files = [(path.name, path)] if parity.file is not None else below(path)
     there = {name: file.stat() for name, file in files if file.is_file() and is_protected(name)}
     changed = [name for name, nbytes in known.items() if name not in there or there[name].st_size != nbytes]
-    written = max((path.stat().st_mtime_ns for path in manifest_copies([parity.base]) if path.is_file()), default=0)
+    # The oldest copy: a repair may have written another one later. The time of a change of the file's entry, because
+    # copies and archives set the time of its content.
+    written = min((path.stat().st_ctime_ns for path in manifest_copies([parity.base]) if path.is_file()), default=0)
     newer = {
-        name for name, nbytes in known.items() if nbytes and name not in changed and there[name].st_mtime_ns > written
+        name for name, nbytes in known.items() if nbytes and name not in changed and there[name].st_ctime_ns > written
     }
     places = [(at, name) for at, name in _middle_blocks(parity) if name in newer][:most]
     changed += _of_another_content(parity, places)
