@@ -184,6 +184,23 @@ def test_parity_elsewhere_repairs_a_folder_that_is_lost_as_a_whole_but_for_one_f
     assert contents_of(root) == whole
 
 
+def test_parity_elsewhere_is_replaced_where_it_is_and_other_folders_are_refused(tmp_path: Path) -> None:
+    root, places = tmp_path / "run", [tmp_path / "a", tmp_path / "b"]
+    fill(root, {name: os.urandom(99) for name in "xyz"})
+    ckpt.protect(root, 2, into=places, resources=TWO)
+    (root / "x").write_bytes(b"longer" * 50)
+    ckpt.protect(root, 2, into=places, overwrite=True, resources=TWO)
+    for name in "xy":
+        (root / name).unlink()
+    assert not ckpt.repair(root, resources=TWO).unrepairable
+    assert (root / "x").read_bytes() == b"longer" * 50
+    shutil.copytree(root, tmp_path / "other", ignore=shutil.ignore_patterns(".ckpt-parity"))
+    with pytest.raises(ckpt.CkptError, match="exists already"):
+        ckpt.protect(tmp_path / "other", 1, into=places, overwrite=True, resources=TWO)
+    assert not ckpt.repair(root, resources=TWO).damaged
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "other", "run"]
+
+
 @pytest.mark.slow
 def test_domains_beyond_a_code_are_in_groups_of_which_each_may_lose_some(tmp_path: Path) -> None:
     fill(tmp_path / "run", {f"rank-{rank:03}": bytes([rank % 251]) * 40 for rank in range(300)})

@@ -297,7 +297,7 @@ def _take_back(plan: ProtectPlan) -> None:
     Raises `OutputError` for what is not ours.
     """
     for base in plan.bases[:-1]:
-        if not os.path.lexists(base) or (base.is_dir() and not any(base.iterdir())):
+        if not os.path.lexists(base) or (base.is_dir() and not any(base.iterdir())) or _is_replaced(plan, base):
             continue
         try:
             is_own = read(base / NAME).manifest.header() == plan.folder.manifest.header()
@@ -307,6 +307,16 @@ def _take_back(plan: ProtectPlan) -> None:
             raise OutputError("exists already", where=base, hint="Choose another folder for --into, or remove it.")
         shutil.rmtree(_work(base), ignore_errors=True)
         os.rename(base, _work(base))
+
+
+def _is_replaced(plan: ProtectPlan, base: Path) -> bool:
+    """Whether a folder elsewhere has the parity that will be replaced: it stays until the new one is whole."""
+    if not plan.overwrite:
+        return False
+    try:
+        return str(base) in read(plan.folder.base / NAME).manifest.elsewhere and (base / NAME).is_file()
+    except (OSError, CkptError):
+        return False
 
 
 class _Journal:
@@ -466,14 +476,18 @@ def _publish(plan: ProtectPlan) -> None:
     for base in others:
         with suppress(OSError):
             base.rmdir()  # an empty one
-        rename_new(_work(base), base)
-        flush(base.parent)
-    if plan.overwrite and os.path.lexists(own):
-        exchange(_work(own), own)
-        shutil.rmtree(_work(own))
+        _name(base, _is_replaced(plan, base))
+    _name(own, plan.overwrite and os.path.lexists(own))
+
+
+def _name(base: Path, is_replaced: bool) -> None:
+    """Give a folder that has grown its name, at once, also if it replaces another one."""
+    if is_replaced:
+        exchange(_work(base), base)
+        shutil.rmtree(_work(base))
     else:
-        rename_new(_work(own), own)
-    flush(own.parent)
+        rename_new(_work(base), base)
+    flush(base.parent)
 
 
 def write_whole(path: Path, data: bytes) -> None:
