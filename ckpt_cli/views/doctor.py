@@ -53,6 +53,7 @@ def to_json(examination: Examination) -> dict[str, Any]:
     for fields_of, surveyed in zip(fields["parity"], examination.parity, strict=True):
         fields_of |= {
             "path": str(surveyed.path),
+            "elsewhere": [str(path) for path in surveyed.elsewhere],
             "damaged_parity": [str(path) for path in surveyed.damaged_parity],
             "fits": surveyed.fits,
         }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -211,6 +212,19 @@ def test_doctor_says_which_parity_does_not_fit_its_files(tmp_path: Path) -> None
     [torn], named = of_parity(run)
     assert "does not fit its checksum" in torn["problem"]
     assert [what for what in named if "its parity cannot be read" in what]
+
+
+def test_doctor_names_the_folders_of_parity_that_lies_elsewhere(tmp_path: Path) -> None:
+    run, place = tmp_path / "run", tmp_path / "a place"
+    shutil.copytree(SAMPLES / "universal-1-plain", run)
+    assert ckpt("protect", run, "--lose", "1", "--into", place).code == 0
+    (run / "notes.txt").write_text("new")
+    [parity], named = of_parity(run)
+    assert (parity["elsewhere"], parity["unprotected"]) == ([str(place)], ["notes.txt"])
+    fixes = [remedy for what, remedy in named.items() if "without parity" in what]
+    assert fixes == [f"ckpt protect '{run}' --lose 1 --into '{place}' --overwrite"]
+    assert ckpt(*shlex.split(fixes[0])[1:]).code == 0
+    assert of_parity(run)[0][0]["fits"]
 
 
 def test_doctor_names_parity_of_a_single_domain(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ package imports no other package of third parties until it looks at them, so tha
 """
 
 import platform
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,13 +271,16 @@ def _of_parity(surveyed: "Sequence[SurveyedFolder]", kind: str | None) -> Iterat
         remedy = f"{_protect(single[0], by='file')} --overwrite"
         yield Shortcoming(some(single, what), "repair with less space than a copy", remedy, False)
     if kind in LOCAL_FILE_SYSTEMS and (near := [one for one in surveyed if one.losses and one.is_on_one_disk]):
-        remedy = f"{_protect(near[0])} --into /OTHER/DISK --overwrite"
+        remedy = f"{_protect(near[0], into=('/OTHER/DISK',))} --overwrite"
         what = f"its {near[0].domains:,} domains and their parity are all on this disk ({kind})"
         yield Shortcoming(some(near, what), "survival of this disk or machine", remedy, False)
 
 
-def _protect(one: "SurveyedFolder", by: str | None = None) -> str:
-    """The command that writes its parity, anew as it is."""
+def _protect(one: "SurveyedFolder", by: str | None = None, into: "Sequence[Path | str] | None" = None) -> str:
+    """The command that writes its parity, anew as it is but for `by` and `into`."""
     by = by or one.by or "file"
     domains = {"file": "", "part": "", "table": " --domains TABLE"}.get(by, f" --by {printable(by)}")
-    return f"ckpt protect '{printable(str(one.path))}' --lose {one.losses or 2}{domains}"
+    places = "".join(
+        f" --into {shlex.quote(printable(str(place)))}" for place in (one.elsewhere if into is None else into)
+    )
+    return f"ckpt protect '{printable(str(one.path))}' --lose {one.losses or 2}{domains}{places}"

@@ -44,6 +44,8 @@ class SurveyedFolder(Checked):
     domains: Count
     by: str | None
     """What a domain is: `file`, `folder`, `node:N` or `table`; `part` of a single file."""
+    elsewhere: tuple[Path, ...] = ()
+    """The folders that have the parities in turn, if they are not with the checkpoint."""
     unprotected: tuple[str, ...] = ()
     """Files that parity does not know: they are newer than it."""
     changed: tuple[str, ...] = ()
@@ -131,6 +133,7 @@ def _compared(path: Path, parity: ProtectedFolder, most: int) -> tuple[SurveyedF
             losses=manifest.parities,
             domains=sum(len(group.domains) for group in manifest.groups),
             by=manifest.by,
+            elsewhere=tuple(map(Path, manifest.elsewhere)),
             unprotected=tuple(sorted(there.keys() - known.keys())),
             changed=tuple(sorted(changed)),
             damaged_parity=tuple(wrong),
