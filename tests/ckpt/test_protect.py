@@ -17,8 +17,10 @@ from safetensors.numpy import save_file
 
 import ckpt
 from ckpt.pipeline import Resources
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import read
 from ckpt_formats.parity import manifest
+from ckpt_formats.parity.blocks import BlockPlace, StripeBuffers, combine
 from ckpt_formats.parity.code import multiply, parity_matrix
 from damage import BROKEN, NOT_FOUND, SAMPLES
 from damage import ckpt as command
@@ -95,6 +97,15 @@ def test_parity_is_as_large_as_stated_and_the_manifest_has_the_hash_of_each_bloc
     blocks = [file.read_bytes()[at : at + (1 << 20)] for file in files for at in (0, 1 << 20)]
     assert hashes == b"".join(map(xxhash.xxh3_128_digest, blocks))
     assert done.manifest_nbytes == 3 * len(data)
+
+
+def test_a_block_of_a_file_that_was_cut_short_meanwhile_is_an_error_of_this_block(tmp_path: Path) -> None:
+    fill(tmp_path / "run", {"cut": bytes(10), "whole": bytes(20)})
+    places = [BlockPlace(tmp_path / "run" / name, 0, 20) for name in ("cut", "whole")]
+    with Reader(check=False) as reader:
+        (cut, whole), _ = combine(reader, places, np.zeros((0, 2), np.uint8), 20, StripeBuffers(0))
+    assert isinstance(cut, ckpt.CorruptError)
+    assert whole == xxhash.xxh3_128_digest(bytes(20))
 
 
 @pytest.mark.slow

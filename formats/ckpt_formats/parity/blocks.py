@@ -291,9 +291,12 @@ class _SlicedBlock:
             while view:
                 done = self._file.read_into(offset, view)
                 if done == 0:
-                    raise CorruptError(f"the file ends at byte {offset:,}", where=self._place.path)
+                    self._error = CorruptError(f"the file ends at byte {offset:,}", where=self._place.path)
+                    return
                 self._digest.update(view[:done])
                 view, offset = view[done:], offset + done
+        except CkptError as error:
+            self._error = error
         except OSError as error:
             self._error = unreadable(error, self._place.path)
 
