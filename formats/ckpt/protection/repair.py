@@ -225,8 +225,11 @@ def _write(
     folder = damage.folder
     lengths = {path: nbytes for path, nbytes, _ in all_files(folder)}
     paths = [file.path for file in files if file.is_repairable]
-    lost = {file.path for file in files if not file.is_repairable}
-    homeless = {folder.place(at).path for at, place in damage.elsewhere.items() if place.path in paths} & lost
+    unrepairable = {file.path for file in files if not file.is_repairable}
+    replaced = set(paths)
+    homeless = {
+        folder.place(at).path for at, place in damage.elsewhere.items() if place.path in replaced
+    } & unrepairable
     for path in (*homeless, *paths):
         _make_parents(folder, path)
     leftovers = {place.path for place in damage.elsewhere.values()} - set(rebuilt.paths.values())
@@ -246,10 +249,10 @@ def _write(
     if appeared := [path for path in paths if path not in identities and path.exists()]:
         raise CorruptError("appeared during the repair", where=appeared[0], hint="Repair it when nothing writes it.")
     for path, new in outputs.items():
-        os.replace(new, _repaired(path) if path in lost else path)
+        os.replace(new, _repaired(path) if path in unrepairable else path)
     for parent in {path.parent for path in outputs}:
         flush(parent)
-    stay = homeless | {path for path in lost if _repaired(path) in leftovers}
+    stay = homeless | {path for path in unrepairable if _repaired(path) in leftovers}
     for path in lengths.keys() - stay:
         _repaired(path).unlink(missing_ok=True)
 
