@@ -312,6 +312,7 @@ def test_hostile_manifests_are_refused_before_anything_is_written(run: Path) -> 
         {"groups": [[["domain", [["x", 5, 5]]]]]}, {"groups": [[["domain", [["x", 5], ["x", 5, 5]]]]]},
         {"groups": [[["domain", [["x", 5, 1 << 20], ["x", 1 << 20]]]]]}, {"parities": 33}, groups("\ud800", 5),
         {"elsewhere": ["/a\0b"]}, {"elsewhere": ["a"]}, {"elsewhere": ["/\ud800"]}, {"elsewhere": [5]},
+        {"by": "\x1b[2J"}, {"by": None},
         groups("x", -1), groups("x", "5"), groups("x" * 5000, 5), groups(7, 5),
     ]:  # fmt: skip
         path.write_bytes(forged(change))

@@ -179,7 +179,7 @@ def test_doctor_says_which_checkpoints_of_a_run_have_no_parity(tmp_path: Path) -
     # On a disk that goes with its machine, parity beside its files goes too.
     is_local = json.loads(ckpt("doctor", tmp_path, "--json").out)["file_system"]["kind"] in LOCAL_FILE_SYSTEMS
     near = [remedy for what, remedy in named.items() if "on this disk" in what]
-    assert near == [f"ckpt protect '{tmp_path}/step-1' --lose 1 --into /OTHER/DISK --overwrite"] * is_local
+    assert near == [f"ckpt protect '{tmp_path}/step-1' --lose 1 --into '/OTHER/DISK' --overwrite"] * is_local
     assert ckpt("doctor", tmp_path / "step-1").out.count("step-1   ") == 1
 
 
@@ -215,14 +215,16 @@ def test_doctor_says_which_parity_does_not_fit_its_files(tmp_path: Path) -> None
 
 
 def test_doctor_names_the_folders_of_parity_that_lies_elsewhere(tmp_path: Path) -> None:
-    run, place = tmp_path / "run", tmp_path / "a place"
+    run, place = tmp_path / "run", tmp_path / "it's a place"
     shutil.copytree(SAMPLES / "universal-1-plain", run)
     assert ckpt("protect", run, "--lose", "1", "--into", place).code == 0
     (run / "notes.txt").write_text("new")
     [parity], named = of_parity(run)
     assert (parity["elsewhere"], parity["unprotected"]) == ([str(place)], ["notes.txt"])
     fixes = [remedy for what, remedy in named.items() if "without parity" in what]
-    assert fixes == [f"ckpt protect '{run}' --lose 1 --into '{place}' --overwrite"]
+    assert [shlex.split(fix) for fix in fixes] == [
+        ["ckpt", "protect", str(run), "--lose", "1", "--into", str(place), "--overwrite"]
+    ]
     assert ckpt(*shlex.split(fixes[0])[1:]).code == 0
     assert of_parity(run)[0][0]["fits"]
 

@@ -5,7 +5,6 @@ package imports no other package of third parties until it looks at them, so tha
 """
 
 import platform
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,7 +237,7 @@ def _of_parity(surveyed: "Sequence[SurveyedFolder]", kind: str | None) -> Iterat
         others = f" (and {len(those) - 1:,} more)" if len(those) > 1 else ""
         return f"{printable(str(those[0].path))}{others}: {what}"
 
-    repair = "ckpt repair '{}'"
+    repair = "ckpt repair {}"
     if none := [one for one in surveyed if not one.has_parity]:
         feature = "repair of files that are lost or damaged"
         remedy = _protect(none[0])
@@ -250,7 +249,7 @@ def _of_parity(surveyed: "Sequence[SurveyedFolder]", kind: str | None) -> Iterat
         yield Shortcoming(some(unreadable, what), "repair of this checkpoint", remedy, False)
     if changed := [one for one in surveyed if one.changed]:
         first = changed[0]
-        place, count = printable(str(first.path)), len(first.changed)
+        place, count = _quoted(first.path), len(first.changed)
         files = "1 file is" if count == 1 else f"{count:,} files are"
         what = f"{files} not what was protected, such as {printable(first.changed[0])}"
         remedy = f"{repair.format(place)} --dry-run; if you changed it on purpose, {_protect(first)} --overwrite"
@@ -264,7 +263,7 @@ def _of_parity(surveyed: "Sequence[SurveyedFolder]", kind: str | None) -> Iterat
         yield Shortcoming(some(unprotected, what), "repair of these files", remedy, False)
     if damaged := [one for one in surveyed if one.damaged_parity]:
         what = f"parity is damaged or lost, such as {printable(str(damaged[0].damaged_parity[0]))}"
-        remedy = repair.format(printable(str(damaged[0].path)))
+        remedy = repair.format(_quoted(damaged[0].path))
         yield Shortcoming(some(damaged, what), "repair of all that parity promises", remedy, False)
     if single := [one for one in surveyed if one.domains == 1 and one.by != "part"]:
         what = f"all files are lost together (--by {single[0].by}), so its parity is a copy of them"
@@ -276,11 +275,14 @@ def _of_parity(surveyed: "Sequence[SurveyedFolder]", kind: str | None) -> Iterat
         yield Shortcoming(some(near, what), "survival of this disk or machine", remedy, False)
 
 
+def _quoted(path: Path | str) -> str:
+    """A path as a shell takes it."""
+    return "'" + printable(str(path)).replace("'", "'\\''") + "'"
+
+
 def _protect(one: "SurveyedFolder", by: str | None = None, into: "Sequence[Path | str] | None" = None) -> str:
     """The command that writes its parity, anew as it is but for `by` and `into`."""
     by = by or one.by or "file"
     domains = {"file": "", "part": "", "table": " --domains TABLE"}.get(by, f" --by {printable(by)}")
-    places = "".join(
-        f" --into {shlex.quote(printable(str(place)))}" for place in (one.elsewhere if into is None else into)
-    )
-    return f"ckpt protect '{printable(str(one.path))}' --lose {one.losses or 2}{domains}{places}"
+    places = "".join(f" --into {_quoted(place)}" for place in (one.elsewhere if into is None else into))
+    return f"ckpt protect {_quoted(one.path)} --lose {one.losses or 2}{domains}{places}"

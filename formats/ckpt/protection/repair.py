@@ -254,7 +254,8 @@ def _write(
         flush(parent)
     stay = homeless | {path for path in unrepairable if _repaired(path) in leftovers}
     for path in lengths.keys() - stay:
-        _repaired(path).unlink(missing_ok=True)
+        for leftover in (_repaired(path), _repaired(_repaired(path))):
+            leftover.unlink(missing_ok=True)
 
 
 def _incomplete(folder: ProtectedFolder, paths: Sequence[Path], rebuilt: _Rebuilt) -> list[Path]:

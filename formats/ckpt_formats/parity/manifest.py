@@ -8,6 +8,7 @@ of all groups are files in one folder, the place j. If a single file is protecte
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,7 @@ HASH_NBYTES = 16
 _MAGIC = b"ckptpar1"
 _CODE = "reed-solomon-cauchy-0x11d"
 _MAX_NBYTES = 1 << 32
+_BY = re.compile(r"file|folder|table|part|node:\d{1,5}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class ParityManifest:
     parities: int
     """How many domains of a group may be lost."""
     by: str
-    """What a domain is, for people: `file`, `node` or `table`."""
+    """What a domain is, for people: `file`, `folder`, `node:N` or `table`; `part` of a single file."""
     elsewhere: tuple[str, ...] = ()
     """The folders with the places in turn, if they are not in the folder `FOLDER`."""
 
@@ -257,7 +259,9 @@ def _manifest(fields: dict[str, Any], where: Path) -> ParityManifest:
     )
     for group in groups:
         _number(len(group.domains), 1, MAX_BLOCKS - parities)
-    manifest = ParityManifest(groups, parities, str(fields["by"]), tuple(map(_absolute, fields["elsewhere"])))
+    if _BY.fullmatch(fields["by"]) is None:
+        raise ValueError("`by` is nothing that is lost together")
+    manifest = ParityManifest(groups, parities, fields["by"], tuple(map(_absolute, fields["elsewhere"])))
     ends: dict[str, int] = {}
     for file in manifest.files:
         # The parts of a file follow each other, also in the manifest, and only its last block is shorter than others.
