@@ -214,6 +214,7 @@ def test_doctor_says_which_parity_does_not_fit_its_files(tmp_path: Path) -> None
     assert [what for what in named if "its parity cannot be read" in what]
 
 
+@pytest.mark.slow
 def test_doctor_names_the_folders_of_parity_that_lies_elsewhere(tmp_path: Path) -> None:
     run, place = tmp_path / "run", tmp_path / "it's a place"
     shutil.copytree(SAMPLES / "universal-1-plain", run)
