@@ -127,19 +127,33 @@ def _receive_head(peer: socket.socket, max_nbytes: int, deadline: float) -> tupl
 def _receive(peer: socket.socket, nbytes: int, deadline: float) -> bytearray:
     """So many bytes. Memory is taken as they arrive, because a hostile peer may only announce them."""
     content = bytearray()
+    while len(content) < nbytes:
+        begin = len(content)
+        part = bytearray(min(nbytes - begin, MAX_STORE))  # `recv_into` it: a `recv` takes and cuts memory each time
+        with memoryview(part) as view:
+            _fill(peer, view, deadline)
+        if begin:
+            content += part
+        else:
+            content = part
+    return content
+
+
+def _fill(peer: socket.socket, view: memoryview, deadline: float) -> None:
+    """Receive as many bytes as the memory has."""
+    done = 0
     try:
-        while len(content) < nbytes:
+        while done < len(view):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise PeerGone("the other side is too slow")
             peer.settimeout(remaining)
-            part = peer.recv(min(nbytes - len(content), 1 << 20))
-            if not part:
+            count = peer.recv_into(view[done:])
+            if not count:
                 raise PeerGone("the other side ended the connection")
-            content += part
+            done += count
     except OSError as error:
         raise PeerGone(f"the connection ended: {error}") from None
-    return content
 
 
 ERRORS: dict[str, type[CkptError]] = {
