@@ -4,15 +4,19 @@ Each piece is compared with the hash that its sender computed. If it does not fi
 another holder is asked, then the fallback: a folder or URL of the chain.
 """
 
+import random
+import time
 import weakref
+from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 from typing import Any
 
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError, NotFoundError
@@ -30,8 +34,12 @@ SCHEME = "peers"
 CHAIN, LOG = "chain.json", ".ckg"
 _SECONDS = 20.0
 """How long a holder may take for a connection, or an answer, before another is asked."""
-_RECENT = 32
+_BUSY_SECONDS = 5.0
+"""How long to try again if a holder ends a connection before it greets."""
+_RECENT = 64
 """Pieces that are in memory, since small reads share them."""
+_CONNECTIONS = 4
+"""Connections of a reader to a holder, which lets in some hundred: all ranks of a job may read at the same time."""
 _MAX_DAMAGED = 1000
 """How many pieces that did not fit are remembered."""
 _HINT = "Start `ckpt hold` there, or name other hosts; --from names another copy of the chain."
@@ -71,7 +79,8 @@ class PeersStore(ListedStore):
         self._answers, self._run, self._generation = tuple(answers), run, generation
         self._fallback, self.notices = fallback, tuple(notices)
         self._files: dict[str, HeldFile] = {}
-        self._pieces: dict[str, list[tuple[int, int]]] = {}
+        self._starts: dict[str, list[int]] = {}
+        """Where each piece of a file begins, and the last one ends."""
         for answer in answers:
             for name, file in answer.run.get(generation, {}).items():
                 known = self._files.get(name)
@@ -79,18 +88,16 @@ class PeersStore(ListedStore):
                     self._files[name] = file
         objects = {}
         for name, file in self._files.items():
-            starts, at = [], 0
-            for nbytes, _ in file.pieces:
-                starts.append((at, nbytes))
-                at += nbytes
-            self._pieces[name] = starts
-            objects[f"{run}/{name}"] = StoredObject(at, piece_requests.digest_of(repr(file.pieces).encode()), 0.0)
+            starts = list(accumulate((nbytes for nbytes, _ in file.pieces), initial=0))
+            self._starts[name] = starts
+            tag = piece_requests.digest_of(repr(file.pieces).encode())
+            objects[f"{run}/{name}"] = StoredObject(starts[-1], tag, 0.0)
         addresses = ",".join(str(answer.address) for answer in answers)
         super().__init__(f"{SCHEME}://{addresses}", objects, run)
-        self._digests = {name: [digest for _, digest in file.pieces] for name, file in self._files.items()}
+        self._turns = {answer.address: BoundedSemaphore(_CONNECTIONS) for answer in answers}
         self._connections = {answer.address: SimpleQueue[Connection]() for answer in answers}
         weakref.finalize(self, _close_all, tuple(self._connections.values()))
-        self._recent: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._recent: OrderedDict[tuple[str, int], Future[memoryview]] = OrderedDict()
         self._lock_of_recent = Lock()
         self.nbytes_from: Counter[str] = Counter()
         self.damaged: set[DamagedPiece] = set()
@@ -128,58 +135,76 @@ class PeersStore(ListedStore):
     def get(self, key: str, offset: int, nbytes: int) -> memoryview:
         """A range of a file. Raises `IncompleteError` if nobody has a piece of it as it was sent."""
         name = key[len(self._run) + 1 :]
-        parts = [
-            self._piece(name, number)[max(offset - start, 0) : offset + nbytes - start]
-            for number, (start, size) in enumerate(self._pieces[name])
-            if start < offset + nbytes and offset < start + size
-        ]
+        starts, parts = self._starts[name], []
+        for number in range(max(bisect_right(starts, offset) - 1, 0), len(starts) - 1):
+            start = starts[number]
+            if start >= offset + nbytes:
+                break
+            parts.append(self._piece(name, number)[max(offset - start, 0) : offset + nbytes - start])
         return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
     def _piece(self, name: str, number: int) -> memoryview:
-        """A piece that fits its hash."""
+        """A piece that fits its hash. Threads that need it at the same time share one request."""
         with self._lock_of_recent:
-            if (name, number) in self._recent:
+            piece = self._recent.get((name, number))
+            is_first = piece is None
+            if piece is None:
+                piece = self._recent[name, number] = Future()
+                while len(self._recent) > _RECENT:
+                    self._recent.popitem(last=False)
+            else:
                 self._recent.move_to_end((name, number))
-                return self._recent[name, number]
-        piece = memoryview(self._fetched(name, number))
-        with self._lock_of_recent:
-            self._recent[name, number] = piece
-            while len(self._recent) > _RECENT:
-                self._recent.popitem(last=False)
-        return piece
+        if is_first:
+            try:
+                piece.set_result(memoryview(self._fetched(name, number)))
+            except BaseException as error:
+                with self._lock_of_recent:
+                    if self._recent.get((name, number)) is piece:
+                        del self._recent[name, number]
+                piece.set_exception(error)
+        return piece.result()
 
     def _fetched(self, name: str, number: int) -> bytes | bytearray | memoryview:
-        start, nbytes = self._pieces[name][number]
-        digest = self._digests[name][number]
+        start, end = self._starts[name][number : number + 2]
+        digest = self._files[name].pieces[number][1]
+        digests = {digest}
         for answer in self._answers:
             file = answer.run.get(self._generation, {}).get(name)
-            if file is None or len(file.pieces) <= number or str(answer.address) in self.silent:
+            if file is None or len(file.pieces) <= number:
                 continue
             own_nbytes, own_digest = file.pieces[number]
-            if own_nbytes != nbytes or (name == CHAIN and own_digest != digest):
+            if own_nbytes != end - start or (name == CHAIN and own_digest != digest):
                 continue  # an older list
+            digests.add(own_digest)
+            if str(answer.address) in self.silent:
+                continue
             try:
                 content = self._request(answer.address, name, start)
+            except (CorruptError, NotFoundError):
+                continue
             except CkptError as error:
-                if not isinstance(error, (CorruptError, NotFoundError)):
-                    self.silent[str(answer.address)] = error.what
+                self.silent[str(answer.address)] = error.what
                 continue
             # A bit may also flip in the list of hashes: those of another holder tell then.
-            if len(content) == nbytes and piece_requests.digest_of(content) == own_digest:
-                self.nbytes_from[str(answer.address)] += nbytes
+            if len(content) == end - start and piece_requests.digest_of(content) == own_digest:
+                self._count(str(answer.address), len(content))
                 return content
             self._note_damage(DamagedPiece(str(answer.address), name, start))
         if self._fallback is not None:
             with suppress(CkptError, OSError):
-                other = read_range(self._fallback / name, start, nbytes)
-                if piece_requests.digest_of(other) == digest:
-                    self.nbytes_from[str(self._fallback)] += nbytes
+                other = read_range(self._fallback / name, start, end - start)
+                if piece_requests.digest_of(other) in digests:
+                    self._count(str(self._fallback), len(other))
                     return other
         raise IncompleteError(
-            f"no holder that answers has the bytes {start} to {start + nbytes} of {name} as they were sent",
+            f"no holder that answers has the bytes {start} to {end} of {name} as they were sent",
             where=f"{self.url}/{self._run}",
             hint=_HINT,
         )
+
+    def _count(self, source: str, nbytes: int) -> None:
+        with self._lock_of_recent:
+            self.nbytes_from[source] += nbytes
 
     def _note_damage(self, piece: DamagedPiece) -> None:
         with self._lock_of_recent:
@@ -188,18 +213,45 @@ class PeersStore(ListedStore):
 
     def _request(self, address: NetworkAddress, name: str, start: int) -> bytearray:
         """The bytes of a piece from a holder, through a connection that no other thread uses meanwhile."""
-        free = self._connections[address]
+        piece = PieceName(self._run, self._generation, name, start)
+        with self._turns[address]:
+            try:
+                connection = self._connections[address].get_nowait()
+            except Empty:
+                return self._fetch(address, self._connected(address), piece)
+            with suppress(IncompleteError):  # the holder ends connections that are not used for long
+                return self._fetch(address, connection, piece)
+            return self._fetch(address, self._connected(address), piece)
+
+    def _connected(self, address: NetworkAddress) -> Connection:
         try:
-            connection = free.get_nowait()
-        except Empty:
-            connection = Connection(address, Credentials.of_user(), "holder", _SECONDS)
+            return _connect(address, Credentials.of_user())
+        except NotFoundError as error:  # unlike a piece that a holder has no longer
+            raise IncompleteError(error.what, where=error.where) from None
+
+    def _fetch(self, address: NetworkAddress, connection: Connection, piece: PieceName) -> bytearray:
         try:
-            content = piece_requests.fetch(connection, PieceName(self._run, self._generation, name, start))
+            content = piece_requests.fetch(connection, piece)
         except BaseException:
             connection.close()
             raise
-        free.put(connection)
+        self._connections[address].put(connection)
         return content
+
+
+def _connect(address: NetworkAddress, credentials: Credentials) -> Connection:
+    """Connect to a holder. It ends connections at once while it has too many: then try again for some seconds.
+
+    Raises as `Connection`.
+    """
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            return Connection(address, credentials, "holder", _SECONDS)
+        except IncompleteError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(random.uniform(0.1, 0.5))
 
 
 def _close_all(free: Sequence[SimpleQueue[Connection]]) -> None:
@@ -228,7 +280,7 @@ def open_peers(url: str, fallback: Path | None = None) -> StorePath:
 
     def ask(address: NetworkAddress) -> HolderAnswer:
         try:
-            connection = Connection(address, credentials, "holder", _SECONDS)
+            connection = _connect(address, credentials)
             try:
                 return HolderAnswer(address, piece_requests.list_run(connection, run))
             finally:
