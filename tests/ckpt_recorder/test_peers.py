@@ -29,7 +29,7 @@ from ckpt_formats.stores import piece_requests, wire
 from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.connection import Connection
 from ckpt_formats.stores.http_client import Credentials
-from ckpt_formats.stores.peers_store import PeersStore, open_peers
+from ckpt_formats.stores.peers_store import PeersStore, _newest_whole, open_peers
 from ckpt_formats.stores.piece_requests import PieceName, SentPiece
 from ckpt_formats.stores.wire import FrameKind
 from ckpt_formats.universal.chain import chain_file, states
@@ -252,7 +252,7 @@ def test_a_holder_refuses_more_than_its_memory_and_the_run_goes_on(tmp_path: Pat
         host.holder.close()
 
 
-PIECE = SentPiece(PieceName("run", "g", "a/b.ckg", 0), piece_requests.digest_of(b"12345678"), 1, True, False, 1)
+PIECE = SentPiece(PieceName("run", "g", "a/b.ckg", 0), piece_requests.digest_of(b"12345678"), 1, True, False, 1, 50)
 
 
 def test_pieces_are_held_in_order_and_only_once() -> None:
@@ -268,7 +268,19 @@ def test_pieces_are_held_in_order_and_only_once() -> None:
         pieces.store(replace(PIECE, name=replace(PIECE.name, offset=8)), bytearray(1 << 20))
     assert pieces.nbytes == nbytes
     assert bytes(pieces.fetch(PIECE.name)) == b"12345678"
-    assert pieces.drop("run", []) == 0
+    assert pieces.drop("run", before=50) == nbytes  # another run of this name, which began before
+    assert pieces.drop("run", before=51) == 0
+
+
+def test_the_segment_that_began_last_is_read_although_an_older_one_reaches_a_later_step(recorded: Held) -> None:
+    """A holder that did not answer when the older one was freed still has it."""
+    path = open_peers(url_of(recorded.hosts[1:]))
+    assert isinstance(path.store, PeersStore)
+    newest, (first, second) = path.store._generation, path.store._answers
+    older = {name: replace(file, step=99, created=file.created - 1) for name, file in first.run[newest].items()}
+    store = _newest_whole("run.chain", {newest, "older"}, [replace(first, run={"older": older}), second], None, "")
+    assert (store._generation, store.step) == (newest, STEPS)
+    assert "reaches step 99" in store.notices[0]
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "x//y", "x/.hidden", "x" * 200, "a/" * 9 + "a", ""])
@@ -286,7 +298,7 @@ HOSTILE = {
     "a damaged piece": frame(FrameKind.STORE, piece_requests.dump_piece(PIECE, b"12345679")),
     "an empty piece": frame(FrameKind.STORE, piece_requests.dump_piece(EMPTY, b"")),
     "a deep text": frame(FrameKind.LIST, b"[" * 4000),
-    "a list of no text": frame(FrameKind.DROP, b'{"run": 1, "keep": 2}'),
+    "a list of no text": frame(FrameKind.DROP, b'{"run": 1, "before": "x"}'),
     "a fetch of nothing": frame(FrameKind.FETCH, b"{}"),
     "half a frame": frame(FrameKind.STORE, piece_requests.dump_piece(PIECE, b"12345678"))[:-3],
     "another protocol": b"GET / HTTP/1.1\r\n\r\n" + b" " * 64,

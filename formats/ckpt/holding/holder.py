@@ -39,6 +39,7 @@ class _FileInMemory:
     step: int = 0
     starts: bool = False
     world: int = 0
+    created: int = 0
 
     @property
     def counted(self) -> int:
@@ -85,6 +86,7 @@ class HeldPieces:
             file.digests.append(piece.digest)
             file.nbytes += len(content)
             file.step, file.starts, file.world = piece.step, file.starts or piece.starts, piece.world
+            file.created = piece.created
             self._runs.setdefault(name.run, {}).setdefault(name.generation, {})[name.file] = file
             self.nbytes = needed
             return file.nbytes
@@ -98,29 +100,29 @@ class HeldPieces:
                 raise NotFoundError("this piece is not held", where=name.file)
             return file.pieces[at]
 
-    def run(self, run: str) -> HeldRun:
-        """All files of a run."""
+    def run(self, run: str, with_pieces: bool = True) -> HeldRun:
+        """All files of a run, each with all its pieces, or with none."""
         with self._lock:
             return {
                 generation: {
                     name: HeldFile(
-                        tuple(
-                            (len(content), digest) for content, digest in zip(file.pieces, file.digests, strict=True)
-                        ),
+                        tuple(zip(map(len, file.pieces), file.digests, strict=True)) if with_pieces else (),
                         file.step,
                         file.starts,
                         file.world,
+                        file.created,
                     )
                     for name, file in files.items()
                 }
                 for generation, files in self._runs.get(run, {}).items()
             }
 
-    def drop(self, run: str, keep: list[str]) -> int:
-        """Free all generations of a run but these. Returns the bytes that are held now."""
+    def drop(self, run: str, before: int) -> int:
+        """Free the generations of a run that began before this time. Returns the bytes that are held now."""
         with self._lock:
             generations = self._runs.get(run, {})
-            for generation in [one for one in generations if one not in keep]:
+            older = [one for one, files in generations.items() if all(file.created < before for file in files.values())]
+            for generation in older:
                 self.nbytes -= sum(file.counted for file in generations.pop(generation).values())
             if not generations:
                 self._runs.pop(run, None)
@@ -167,13 +169,16 @@ class Holder(Listener):
             name = piece_requests.parse_name(piece_requests.parse_request(body, {}))
             return FrameKind.VALUES, memoryview(self._pieces.fetch(name))
         if kind is FrameKind.LIST:
-            run = piece_requests.parse_request(body, {}).get("run")
+            fields = piece_requests.parse_request(body, {})
+            run = fields.get("run")
             if run is None:
                 return FrameKind.HELD, _json(self._status())
-            return FrameKind.HELD, piece_requests.dump_run(self._pieces.run(str(run)))
+            return FrameKind.HELD, piece_requests.dump_run(
+                self._pieces.run(str(run), fields.get("pieces", True) is True)
+            )
         if kind is FrameKind.DROP:
-            fields = piece_requests.parse_request(body, {"run": str, "keep": list})
-            return FrameKind.STORED, _json({"nbytes": self._pieces.drop(fields["run"], fields["keep"])})
+            fields = piece_requests.parse_request(body, {"run": str, "before": int})
+            return FrameKind.STORED, _json({"nbytes": self._pieces.drop(fields["run"], fields["before"])})
         raise CorruptError("not a request")
 
     def _status(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckpt.holding.peers import HELD, Peers
-from ckpt_formats.core.errors import CkptError, CorruptError
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError
 from ckpt_formats.stores import piece_requests, wire
 from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.connection import Connection
@@ -32,11 +32,15 @@ _SECONDS = 20.0
 """How long a holder may take for a connection, or an answer, before it counts as gone."""
 _SOON, _LATE = 0.1, 5.0
 """Seconds from one try to reach a holder to the next: twice as long each time."""
+_CHECK_SECONDS = 10.0
+"""After so long without anything to send, a holder is asked whether it still has what it had."""
 _LOOK_SECONDS = 0.5
 """From one look at the list of the chain to the next."""
+_ASK_SECONDS, _PAUSE_EACH = 5.0, 0.1
+"""How long rank 0 waits for a holder that it asks whether all is there, and how long for each before it asks again."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _SentFile:
     """A file that is sent, as far as it was cut into pieces."""
 
@@ -90,6 +94,8 @@ class PeerState:
     """`HELD`, or why it has not what is recorded."""
     sent: int = 0
     """Bytes that were sent to it."""
+    has_failed: bool = False
+    """Whether the last try to reach it failed."""
 
 
 class LogSender:
@@ -104,6 +110,7 @@ class LogSender:
         layout = layouts.load(segment / layouts.NAME)
         self._peers, self._segment, self._rank, self._say = peers, segment, rank, say
         self._world, self._generation = len(layout.ranks), layout.run
+        self._created = (segment / layouts.NAME).stat().st_mtime_ns
         self._run = peers.run or segment.parent.name
         self._credentials = Credentials.of_user()
         self._log = f"{segment.name}/{rank_file(rank)}"
@@ -112,12 +119,15 @@ class LogSender:
             name = f"{segment.name}/{layouts.NAME}"
             self._files[name] = _SentFile(segment / layouts.NAME, (segment / layouts.NAME).stat().st_size)
         self._files[self._log] = _SentFile(segment / rank_file(rank), 0)
-        self._changed, self._is_closing = threading.Condition(), False
+        self._changed, self._is_closing, self._changes = threading.Condition(), False, 0
+        self._cutting = threading.Lock()  # not `_changed`: the writer of the log never waits for a read of a file
+        self._seen: tuple[int, ...] = ()
         host = peers.host_of(rank, self._world)
         self.states = tuple(PeerState(peers.addresses[one]) for one in peers.holders_of(host))
         self._threads = [threading.Thread(target=self._send_all, args=(one,), daemon=True) for one in self.states]
         if rank == 0:
             threading.Thread(target=self._follow_chain, daemon=True).start()
+            threading.Thread(target=self._free_others, daemon=True).start()
         for thread in self._threads:
             thread.start()
 
@@ -128,12 +138,14 @@ class LogSender:
             file.nbytes = nbytes
             if kind is Kind.FINGERPRINT and file.start_end is None:
                 file.start_end = nbytes  # it follows the states at the start
-            file.ends.append(nbytes)
-            file.steps.append(step)
+            if kind is Kind.GRADIENTS or not file.ends:
+                file.ends.append(nbytes)
+                file.steps.append(step)
+            self._changes += 1
             self._changed.notify_all()
 
     def close(self, seconds: float) -> None:
-        """Send what is missing, and end after so many seconds at the latest."""
+        """Send what is missing, and end after so many seconds at the latest. A holder that fails is not waited for."""
         deadline = time.monotonic() + seconds
         if self._rank == 0:
             with suppress(CkptError, OSError):
@@ -141,8 +153,9 @@ class LogSender:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        for state, thread in zip(self.states, self._threads, strict=True):
+            while thread.is_alive() and not state.has_failed and time.monotonic() < deadline:
+                thread.join(0.05)
 
     # A thread for each holder
 
@@ -157,11 +170,12 @@ class LogSender:
             try:
                 with closing(Connection(state.address, self._credentials, "holder", _SECONDS)) as connection:
                     counts = self._counts(piece_requests.list_run(connection, self._run))
-                    pause = _SOON
+                    pause, state.has_failed = _SOON, False
                     while self._send_missing(connection, counts, state):
                         pass
                 return
             except (CkptError, OSError) as error:
+                state.has_failed = True
                 what = error.what if isinstance(error, CkptError) else str(error)
                 self._note(state, what)
             with self._changed:
@@ -177,7 +191,7 @@ class LogSender:
             own = self._files.get(name)
             if own is None or own.content is not None:
                 continue
-            with self._changed:
+            with self._cutting:
                 own.cut_pieces(len(file.pieces))
                 if list(file.pieces) != own.pieces[: len(file.pieces)]:
                     raise CorruptError("has other pieces of this run", where=name)
@@ -187,8 +201,7 @@ class LogSender:
     def _send_missing(self, connection: Connection, counts: dict[str, tuple[int, int]], state: PeerState) -> bool:
         """Send what a holder does not have. Returns whether the sender goes on; waits if there is nothing."""
         with self._changed:
-            files = list(self._files.items())
-        sent = False
+            files, changes = list(self._files.items()), self._changes
         for name, file in files:
             while (piece := self._next_piece(name, file, counts)) is not None:
                 connection.send(FrameKind.STORE, piece_requests.dump_piece(*piece))
@@ -196,21 +209,22 @@ class LogSender:
                 count = 0 if piece[0].replaces else counts.get(name, (0, 0))[0]
                 counts[name] = (count + 1, file.version)
                 state.sent += len(piece[1])
-                sent = True
+        if self._changes != changes:
+            return True
+        self._note(state, HELD)
         with self._changed:
-            if sent or len(self._files) > len(files):
-                return True
-            self._note(state, HELD)
-            if self._is_closing:
+            is_new = self._changed.wait_for(lambda: self._changes != changes or self._is_closing, _CHECK_SECONDS)
+            if self._changes == changes and self._is_closing:
                 return False
-            self._changed.wait(_LOOK_SECONDS)
+        if not is_new and self._generation not in piece_requests.list_run(connection, self._run, with_pieces=False):
+            raise IncompleteError("has lost what it had of this run")
         return True
 
     def _next_piece(
         self, name: str, file: _SentFile, counts: dict[str, tuple[int, int]]
     ) -> tuple[SentPiece, bytes] | None:
         """The next piece that a holder does not have, and its bytes."""
-        with self._changed:
+        with self._cutting:
             count, version = counts.get(name, (0, 0))
             if file.content is not None and version != file.version:
                 count = 0
@@ -219,55 +233,76 @@ class LogSender:
                 return None
             nbytes, digest = file.pieces[count]
             offset = file.offsets[count]
-            end = offset + nbytes
+        end = offset + nbytes
+        content = file.read(offset, nbytes)
+        with self._changed:
             starts = file.start_end is not None and end >= file.start_end
-            content = file.read(offset, nbytes)
             step = file.step_at(end)
         piece = PieceName(self._run, self._generation, name, offset)
-        return SentPiece(piece, digest, step, starts, file.content is not None, self._world), content
+        return SentPiece(piece, digest, step, starts, file.content is not None, self._world, self._created), content
 
     # Rank 0
 
     def _follow_chain(self) -> None:
-        """Send the list of the chain and its base as soon as they are there, then free what is older."""
-        is_freed = False
+        """Send the list of the chain and its base as soon as they are there."""
         while not self._is_closing:
             with suppress(CkptError, OSError):
                 self._look_at_chain()
-                if not is_freed and self._is_whole():
-                    self._free_older()
-                    is_freed = True
             time.sleep(_LOOK_SECONDS)
 
+    def _free_others(self) -> None:
+        """Free what is older once all of this segment is held, each holder as soon as it answers."""
+        unfreed, is_whole = set(self._peers.addresses), False
+        while unfreed:
+            time.sleep(max(_LOOK_SECONDS, _PAUSE_EACH * len(self._peers.addresses)))
+            is_whole = is_whole or self._is_whole()
+            if self._is_closing:
+                return
+            if is_whole:
+                unfreed -= {address for address in unfreed if self._free_older(address)}
+
     def _look_at_chain(self) -> None:
-        chain = chain_file.load(self._segment.parent / chain_file.NAME)
+        """Take the list of the chain and the files of its base, if the list is another one than at the last look."""
+        path = self._segment.parent / chain_file.NAME
+        status = path.stat()
+        seen = (status.st_ino, status.st_mtime_ns, status.st_size)
+        if seen == self._seen:
+            return
+        chain = chain_file.load(path)
         logged = next((one for one in chain.segments if one.folder == self._segment.name), None)
         if logged is None or logged.run != self._generation:
             return
         members = _base_of(chain, logged)
         names = sorted(chain.folders_of(members[-1])) if members else []
         paths = [path for name in names for path in sorted((self._segment.parent / name).rglob("*")) if path.is_file()]
+        base = {path.relative_to(self._segment.parent).as_posix(): path for path in paths}
         contents = {one.content for one in members}
         line = logged if logged.parent in contents else replace(logged, parent=None)
         content = chain_file.dump(ChainIndex(members, (replace(line, step=None),)))
+        added = {name: _SentFile(path, path.stat().st_size) for name, path in base.items() if name not in self._files}
         with self._changed:
-            for path in paths:
-                name = path.relative_to(self._segment.parent).as_posix()
-                if name not in self._files:
-                    self._files[name] = _SentFile(path, path.stat().st_size)
-            before = self._files.pop(chain_file.NAME, None)  # it comes last: what it names is held then
+            before = self._files.pop(chain_file.NAME, None)
+            for name in [
+                one for one in self._files if not one.startswith(f"{self._segment.name}/") and one not in base
+            ]:
+                del self._files[name]  # the chain was compacted
+            self._files |= added
             if before is None or before.content != content:
                 version = 1 if before is None else before.version + 1
                 before = _SentFile(self._segment, len(content), content, version)
-            self._files[chain_file.NAME] = before
+            self._files[chain_file.NAME] = before  # it comes last: what it names is held then
+            self._changes += 1
             self._changed.notify_all()
+        self._seen = seen
 
     def _is_whole(self) -> bool:
         """Whether a replay can begin with what is held: each rank's start, by all holders of it that answer."""
         runs = dict[NetworkAddress, HeldRun]()
         for address in self._peers.addresses:
-            with suppress(CkptError), closing(Connection(address, self._credentials, "holder", _SECONDS)) as one:
-                runs[address] = piece_requests.list_run(one, self._run)
+            if self._is_closing:
+                return False
+            with suppress(CkptError), closing(Connection(address, self._credentials, "holder", _ASK_SECONDS)) as one:
+                runs[address] = piece_requests.list_run(one, self._run, with_pieces=False)
         for rank in range(self._world):
             hosts = self._peers.holders_of(self._peers.host_of(rank, self._world))
             names = [f"{self._segment.name}/{rank_file(rank)}", *([chain_file.NAME] if rank == 0 else [])]
@@ -281,12 +316,14 @@ class LogSender:
     def _file_of(self, run: HeldRun, name: str) -> HeldFile | None:
         return run.get(self._generation, {}).get(name)
 
-    def _free_older(self) -> None:
-        request = json.dumps({"run": self._run, "keep": [self._generation]}).encode()
-        for address in self._peers.addresses:
-            with suppress(CkptError), closing(Connection(address, self._credentials, "holder", _SECONDS)) as one:
-                one.send(FrameKind.DROP, request)
-                one.receive(FrameKind.STORED, wire.MAX_REQUEST)
+    def _free_older(self, address: NetworkAddress) -> bool:
+        """Free the older generations that a holder has. Returns whether it answered."""
+        request = json.dumps({"run": self._run, "before": self._created}).encode()
+        with suppress(CkptError), closing(Connection(address, self._credentials, "holder", _ASK_SECONDS)) as one:
+            one.send(FrameKind.DROP, request)
+            one.receive(FrameKind.STORED, wire.MAX_REQUEST)
+            return True
+        return False
 
 
 def _base_of(chain: ChainIndex, logged: LoggedSteps) -> tuple[Member, ...]:

@@ -120,6 +120,11 @@ class PeersStore(ListedStore):
         return min((log.step for log in self._logs), default=-1)
 
     @property
+    def created(self) -> int:
+        """When the generation began, as its ranks say: nanoseconds since 1970."""
+        return min((file.created for file in self._files.values()), default=0)
+
+    @property
     def last_step(self) -> int:
         """The last step that is held of any rank."""
         return max((log.step for log in self._logs), default=-1)
@@ -302,16 +307,22 @@ def open_peers(url: str, fallback: Path | None = None) -> StorePath:
 def _newest_whole(
     run: str, generations: set[str], answers: Sequence[HolderAnswer], fallback: Path | None, url: str
 ) -> PeersStore:
-    """The generation with the last step, of those from which a replay can begin."""
+    """The generation that began last, of those from which a replay can begin.
+
+    An older one may reach a later step: the run went back, or another run of this name was before it.
+    """
     stores = {one: PeersStore(run, one, answers, fallback, ()) for one in generations}
     whole = [one for one, store in stores.items() if store.is_whole]
     if not whole:
         raise IncompleteError(
             f"the holders that answer do not have all ranks of {run}, nor its list {CHAIN}", where=url, hint=_HINT
         )
-    best = max(whole, key=lambda one: stores[one].step)
-    last = max(store.last_step for store in stores.values())
-    if last <= stores[best].step:
-        return stores[best]
-    text = f"the holders have parts of steps up to {last}; the last whole one is step {stores[best].step}"
-    return PeersStore(run, best, answers, fallback, (text,))
+    best = max(whole, key=lambda one: (stores[one].created, stores[one].step))
+    step, notices = stores[best].step, []
+    parts = max(store.last_step for store in stores.values() if store.created >= stores[best].created)
+    if parts > step:
+        notices.append(f"the holders have parts of steps up to {parts}; the last whole one is step {step}")
+    older = max(stores[one].step for one in whole)
+    if older > step:
+        notices.append(f"an older segment of {run} reaches step {older}; the newest one, which is read, step {step}")
+    return PeersStore(run, best, answers, fallback, notices) if notices else stores[best]

@@ -22,7 +22,7 @@ NAME = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
 """A run, a generation, or a part of the name of a file."""
 _LONGEST_NAME = 512
 _MAX_PARTS = 6
-_TYPES = {"digest": str, "step": int, "starts": bool, "replaces": bool, "world": int}
+_TYPES = {"digest": str, "step": int, "starts": bool, "replaces": bool, "world": int, "created": int}
 _MAX_NBYTES = 1 << 50
 
 
@@ -62,6 +62,8 @@ class SentPiece:
     """Whether the piece is the whole file, in place of the one before."""
     world: int
     """How many ranks the run has."""
+    created: int
+    """When its generation began: nanoseconds since 1970, the same for all ranks."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class HeldFile:
     step: int
     starts: bool
     world: int
+    created: int
 
     @property
     def nbytes(self) -> int:
@@ -127,8 +130,12 @@ def parse_piece(body: bytearray) -> tuple[SentPiece, bytearray]:
     fields = parse_request(body[4:end], _TYPES)
     content = body[end:]
     piece = SentPiece(parse_name(fields), **{name: fields[name] for name in _TYPES})
-    if len(content) > wire.CHUNK_NBYTES or not content or not 0 <= piece.step < 1 << 62:
-        raise CorruptError("a piece of a size or step that no piece has")
+    if (
+        len(content) > wire.CHUNK_NBYTES
+        or not content
+        or not all(0 <= one < 1 << 62 for one in (piece.step, piece.created))
+    ):
+        raise CorruptError("a piece of a size, step or time that no piece has")
     if digest_of(content) != piece.digest:
         raise CorruptError("a piece does not have its hash: it was damaged before it arrived")
     return piece, content
@@ -153,15 +160,17 @@ def parse_request(body: bytes | bytearray, types: Mapping[str, type]) -> dict[st
 def dump_run(run: HeldRun) -> bytes:
     """The body of HELD, of a run."""
     generations = {
-        generation: {name: [file.step, file.starts, file.world, file.pieces] for name, file in files.items()}
+        generation: {
+            name: [file.step, file.starts, file.world, file.created, file.pieces] for name, file in files.items()
+        }
         for generation, files in run.items()
     }
     return json.dumps({"generations": generations}, separators=(",", ":")).encode()
 
 
-def list_run(connection: Connection, run: str) -> HeldRun:
-    """What a holder has of a run. Raises `CkptError`."""
-    connection.send(FrameKind.LIST, json.dumps({"run": run}).encode())
+def list_run(connection: Connection, run: str, *, with_pieces: bool = True) -> HeldRun:
+    """What a holder has of a run, and of each file all pieces, or none. Raises `CkptError`."""
+    connection.send(FrameKind.LIST, json.dumps({"run": run, "pieces": with_pieces}).encode())
     body = connection.receive(FrameKind.HELD, wire.MAX_STATE)
     try:
         generations = json.loads(body)["generations"]
@@ -187,15 +196,15 @@ def holder_status(connection: Connection) -> HolderStatus:
 
 def _held_file(generation: str, name: str, row: Any) -> HeldFile:
     PieceName("run", generation, name, 0)
-    step, starts, world, pieces = row
-    if type(step) is not int or type(world) is not int or type(starts) is not bool:
+    step, starts, world, created, pieces = row
+    if any(type(one) is not int for one in (step, world, created)) or type(starts) is not bool:
         raise ValueError
     rows = []
     for nbytes, digest in pieces:
         if type(nbytes) is not int or not 0 < nbytes <= wire.CHUNK_NBYTES or len(bytes.fromhex(digest)) != 16:
             raise ValueError
         rows.append((nbytes, digest))
-    return HeldFile(tuple(rows), step, starts, world)
+    return HeldFile(tuple(rows), step, starts, world, created)
 
 
 def fetch(connection: Connection, name: PieceName) -> bytearray:

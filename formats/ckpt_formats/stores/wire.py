@@ -12,7 +12,7 @@
     STORE  a piece               STORED  JSON: the bytes of the file that are held now
     LIST   JSON: the run         HELD    JSON: the pieces that are held, or without a run the status
     FETCH  JSON: a piece         VALUES  its bytes
-    DROP   JSON: a folder        STORED
+    DROP   JSON: a run, a time   STORED  JSON: the bytes that are held now
 
 Instead of an answer, the listener may send ERROR, and then it ends the connection. A state is frozen until the
 connection ends. A frame is a head of 24 bytes and a body: `CKSH`, the kind, zeros, the length of the body, and the
