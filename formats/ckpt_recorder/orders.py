@@ -54,6 +54,11 @@ class Flush:
 
 
 @dataclass(frozen=True)
+class SegmentFollows:
+    """The next segment begins as soon as the log has ended: nothing waits until its holders have all of it."""
+
+
+@dataclass(frozen=True)
 class BeginBase:
     """Begin a base after a step."""
 
@@ -78,7 +83,7 @@ class FinishBase:
     step: int
 
 
-LogOrder = WriteRecord | WriteValues | WriteRandomStates | FlushEvery | Flush
-LOG_ORDERS: tuple[type, ...] = (WriteRecord, WriteValues, WriteRandomStates, FlushEvery, Flush, End)
+LogOrder = WriteRecord | WriteValues | WriteRandomStates | FlushEvery | Flush | SegmentFollows
+LOG_ORDERS: tuple[type, ...] = (WriteRecord, WriteValues, WriteRandomStates, FlushEvery, Flush, SegmentFollows, End)
 BaseOrder = BeginBase | WritePiece | FinishBase
 BASE_ORDERS: tuple[type, ...] = (BeginBase, WritePiece, FinishBase, End)

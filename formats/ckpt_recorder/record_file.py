@@ -40,6 +40,10 @@ class RecordFile:
         self._write(parts)
         self._previous = previous
 
+    def close(self) -> None:
+        """Close the file, which ends its lock."""
+        os.close(self.descriptor)
+
     def check_path(self) -> None:
         """Raise `OSError` if the path of the file is no longer that of this file: others would not find its records."""
         try:

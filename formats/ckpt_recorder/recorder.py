@@ -806,6 +806,7 @@ class Recorder:
         have this state.
         """
         self._record_end()
+        self._record(RankRecording.announce_next)
         self._end(None)
         try:
             if tracks_again:

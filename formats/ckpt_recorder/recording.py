@@ -22,7 +22,7 @@ from ckpt_formats.universal.gradients.layout import (
 from ckpt_formats.universal.gradients.random_states import GeneratorState
 from ckpt_formats.universal.gradients.record import Kind, with_one_nan
 from ckpt_recorder.holders import RankPart
-from ckpt_recorder.orders import Flush, FlushEvery, WriteRandomStates, WriteRecord
+from ckpt_recorder.orders import Flush, FlushEvery, SegmentFollows, WriteRandomStates, WriteRecord
 from ckpt_recorder.probe import ProbeResult
 from ckpt_recorder.value_recording import ValueRecording, live_tensor, live_values
 from ckpt_recorder.writer import WriterSettings
@@ -146,6 +146,10 @@ class RankRecording:
     def set_flush_steps(self, steps: int) -> None:
         """Flush the log after so many steps from now on."""
         self._link.order(FlushEvery(steps))
+
+    def announce_next(self) -> None:
+        """State that another segment follows at once."""
+        self._link.order(SegmentFollows())
 
     def wait_until_flushed(self) -> None:
         """Wait until all recorded values are on the disk."""

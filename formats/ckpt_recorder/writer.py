@@ -21,6 +21,7 @@ from ckpt_codecs import Codec
 from ckpt_codecs.base import Array, Bytes
 from ckpt_codecs.gradients import gradient_codec
 from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.errors import CkptError
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.layout import RankLayout
 from ckpt_formats.universal.gradients.random_states import GeneratorState, RandomStateEncoder
@@ -39,6 +40,7 @@ from ckpt_recorder.orders import (
     Flush,
     FlushEvery,
     LogOrder,
+    SegmentFollows,
     WriteRandomStates,
     WriteRecord,
     WriteValues,
@@ -50,8 +52,9 @@ from ckpt_training.writing.trainer_messages import OrderWriter, execute_orders, 
 if TYPE_CHECKING:
     from ckpt.holding.sender import LogSender
 
-_CLOSE_SECONDS, _ORPHAN_SECONDS = 2.0, 60.0
-"""How long the end of a log waits until its holders have it: the trainer waits, too, unless it has ended."""
+_FOLLOWED_SECONDS, _CLOSE_SECONDS, _ORPHAN_SECONDS = 0.2, 2.0, 60.0
+"""How long the end of a log waits until its holders have it: if another segment follows, else, and if the trainer has
+ended. Otherwise, the trainer waits, too."""
 _MAX_DELTAS = 31
 """The maximum number of differences after a record of full values: a restore decodes all of them."""
 
@@ -175,7 +178,7 @@ class LogWriter(OrderWriter):
         self._values = ValueEncoder()
         self._unflushed, self._flushed_at = 0, time.monotonic()
         self._flush_steps = settings.flush_steps
-        self._trainer = trainer
+        self._trainer, self._is_followed = trainer, False
         self._sender: LogSender | None = None
         self._report_errors(self._begin)
 
@@ -183,6 +186,8 @@ class LogWriter(OrderWriter):
         """Execute an order. `data`: its bytes."""
         if isinstance(order, FlushEvery):
             self._flush_steps = order.steps
+        elif isinstance(order, SegmentFollows):
+            self._is_followed = True
         elif isinstance(order, Flush):
             self._report_errors(self._flush)
             self._send("flushed")
@@ -199,9 +204,12 @@ class LogWriter(OrderWriter):
     def close(self) -> None:
         """Flush all written records to the disk, and send them to their holders."""
         self._report_errors(self._flush)
+        if self._file is not None:
+            self._file.close()  # a run that goes on with this chain waits for the lock, and must not for holders
+            self._file = None
         if self._sender is not None:
-            is_orphan = os.getppid() != self._trainer
-            self._sender.close(_ORPHAN_SECONDS if is_orphan else _CLOSE_SECONDS)
+            seconds = _FOLLOWED_SECONDS if self._is_followed else _CLOSE_SECONDS
+            self._sender.close(seconds if os.getppid() == self._trainer else _ORPHAN_SECONDS)
             self._sender = None
 
     def _begin(self) -> None:
@@ -250,15 +258,21 @@ class LogWriter(OrderWriter):
             self._send(f"broken {reason_of(error)}")
 
 
-def _sender_of(settings: WriterSettings, file: LogFile, send: Callable[[str], None]) -> "LogSender":
-    """Start to send the log to its holders, and to say of each whether it has it."""
+def _sender_of(settings: WriterSettings, file: LogFile, send: Callable[[str], None]) -> "LogSender | None":
+    """Start to send the log to its holders, and to say of each whether it has it; None if nothing can be sent."""
     from ckpt.holding.peers import Peers
     from ckpt.holding.sender import LogSender
 
     def say(address: str, state: str) -> None:
         send(f"peer {address} {' '.join(state.split())[:500]}")
 
-    sender = LogSender(Peers(**settings.peers or {}), Path(settings.folder), settings.rank, say)
+    peers = Peers(**settings.peers or {})
+    try:
+        sender = LogSender(peers, Path(settings.folder), settings.rank, say)
+    except (CkptError, OSError) as error:  # such as a token file that cannot be read: the log is written all the same
+        for host in peers.holders_of(peers.host_of(settings.rank, len(file.layout.ranks))):
+            say(str(peers.addresses[host]), reason_of(error))
+        return None
     sender.advance(file.nbytes, Kind.NOTES, file.layout.first)
     return sender
 

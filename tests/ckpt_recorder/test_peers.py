@@ -1,11 +1,13 @@
 """What a run records is in the memory of its peers: checked, whole or not there, and never in the way of the run."""
 
 import json
+import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -32,9 +34,12 @@ from ckpt_formats.stores.http_client import Credentials
 from ckpt_formats.stores.peers_store import PeersStore, _newest_whole, open_peers
 from ckpt_formats.stores.piece_requests import PieceName, SentPiece
 from ckpt_formats.stores.wire import FrameKind
-from ckpt_formats.universal.chain import chain_file, states
+from ckpt_formats.universal.chain import chain_file, folder, states
 from ckpt_recorder import Bases, Peers, Recorder
+from ckpt_recorder.orders import SegmentFollows
+from ckpt_recorder.writer import LogWriter, WriterSettings
 from ckpt_training import load
+from ckpt_training.writing.ring import Ring
 from damage import ckpt
 from shadow_peers import frame, log_in, until_end
 
@@ -231,6 +236,63 @@ def test_a_host_that_comes_late_is_filled_and_the_run_does_not_wait_for_it(tmp_p
     assert weights(state_at(path, 5)) == weights(state_at(tmp_path / "run.chain", 5))
     for host in (first, *hosts):
         host.holder.close()
+
+
+@contextmanager
+def writer_of(recorded: Held, segment: Path, peers: Peers, trainer: int) -> Iterator[LogWriter]:
+    """A writer of rank 0 that has started a log with the layout of a recorded one."""
+    segment.mkdir()
+    (layout,) = recorded.chain.glob("*/layout.json")
+    (segment / layout.name).write_bytes(layout.read_bytes())
+    reading, status = os.pipe()
+    settings = WriterSettings(str(segment), 0, "exact", 64, 1, 1, 1.0, asdict(peers))
+    writer = LogWriter(settings, Ring(64, 1), status, trainer)
+    threads = [] if writer._sender is None else writer._sender._threads
+    yield writer
+    for thread in threads:  # they write to the pipe
+        thread.join(SECONDS)
+    os.close(reading)
+    os.close(status)
+
+
+def test_a_run_that_goes_on_does_not_wait_until_the_writer_of_the_killed_one_reaches_its_holders(
+    recorded: Held, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hung:  # nobody accepts
+        peers = Peers([recorded.hosts[0].address, f"127.0.0.1:{hung.getsockname()[1]}"], "copies:1", run="other")
+        with writer_of(recorded, tmp_path / "log", peers, trainer=0) as writer:
+            assert folder.is_growing(tmp_path / "log")
+            closing_thread = threading.Thread(target=writer.close)
+            closing_thread.start()
+            wait_until(lambda: not folder.is_growing(tmp_path / "log"))
+            assert closing_thread.is_alive()
+            hung.close()
+            closing_thread.join(SECONDS)
+            assert not closing_thread.is_alive()
+
+
+def test_a_new_segment_does_not_wait_until_the_holders_have_the_one_before_it(
+    recorded: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_recorder.writer._CLOSE_SECONDS", SECONDS)
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        peers = Peers([recorded.hosts[0].address, f"127.0.0.1:{hung.getsockname()[1]}"], "copies:1", run="other")
+        with writer_of(recorded, tmp_path / "log", peers, trainer=os.getppid()) as writer:
+            writer.do(SegmentFollows(), b"")
+            begin = time.monotonic()
+            writer.close()
+            assert time.monotonic() - begin < SECONDS / 2
+            hung.close()
+
+
+def test_a_log_is_written_although_the_token_of_its_holders_cannot_be_read(
+    recorded: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_TOKEN_FILE", str(tmp_path / "none"))
+    peers = Peers([host.address for host in recorded.hosts])
+    with writer_of(recorded, tmp_path / "log", peers, trainer=os.getppid()) as writer:
+        assert writer._file is not None
+        writer.close()
 
 
 def test_a_holder_refuses_more_than_its_memory_and_the_run_goes_on(tmp_path: Path) -> None:
