@@ -100,6 +100,8 @@ class Recorder:
         self._model, self._optimizer = model, optimizer
         self._pid = os.getpid()
         self._rank, self._world = ranks.rank_and_world()
+        if self.options.peers is not None:
+            self.options.peers.host_of(self._rank, self._world)  # raises: the hosts do not fit the ranks
         self._recording: RankRecording | None = None
         self._hooks: list[Any] = []
         self._unwrap: Callable[[], None] | None = None

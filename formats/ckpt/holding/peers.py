@@ -68,5 +68,14 @@ class Peers:
         return tuple(order[(at + number) % len(order)] for number in range(1, self.copies + 1))
 
     def host_of(self, rank: int, world: int) -> int:
-        """The host of a rank: hosts have equally many ranks, in order."""
+        """The host of a rank: hosts have equally many ranks, in order.
+
+        Raises `InvalidArgumentError` if they cannot: then a rank's copies might lie on its own host.
+        """
+        if world > len(self.hosts) and world % len(self.hosts):
+            raise InvalidArgumentError(
+                f"{world} ranks cannot be equally many on {len(self.hosts)} hosts",
+                where="peers.hosts",
+                hint="Name one holder for each host of the run.",
+            )
         return rank * len(self.hosts) // world
