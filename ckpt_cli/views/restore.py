@@ -28,6 +28,7 @@ def show_plan(state: ChainState, target: Target, format: WritableFormat, resourc
 
 def restore(state: ChainState, target: Target, format: WritableFormat, resources: Execution, as_json: bool) -> None:
     """Restore with a progress bar, and show what was written."""
+    silent = {one["holder"] for one in _peers_json(state).get("peers", {}).get("silent", ())}
     with doing(f"planning the files of {printable(str(target.path))}"):
         plan = chain_restore.plan(state, target.path, format, resources, target.overwrite)
     job.note_plan(plan, format.name)
@@ -35,6 +36,9 @@ def restore(state: ChainState, target: Target, format: WritableFormat, resources
     with progress_bar("restoring") as progress:
         result = chain_restore.restore(state, target.path, format, resources, progress, target.overwrite)
     peers = _peers_json(state)
+    for one in peers.get("peers", {}).get("silent", ()):
+        if one["holder"] not in silent:
+            notes.note(f"{one['holder']} answers no longer: {printable(one['reason'])}")
     for one in peers.get("peers", {}).get("damaged", ()):
         notes.note(f"{one['holder']}: the piece of {one['file']} at byte {one['offset']} is damaged in its memory")
     if not as_json:

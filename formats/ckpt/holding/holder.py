@@ -77,7 +77,8 @@ class HeldPieces:
             if needed > self.memory:
                 raise NoSpaceError(
                     f"the holder may use {format_nbytes(self.memory)}, and would need {format_nbytes(needed)}",
-                    hint="Start it with more --memory, or store bases more often: the log before them is freed.",
+                    hint="Start it with more --memory, or store bases more often: the log before them is freed. "
+                    "Runs that have ended stay until it is started again.",
                 )
             if piece.replaces:
                 file = _FileInMemory()
