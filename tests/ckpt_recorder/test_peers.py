@@ -334,6 +334,18 @@ def test_pieces_are_held_in_order_and_only_once() -> None:
     assert pieces.drop("run", before=51) == 0
 
 
+def test_a_segment_that_was_freed_is_not_filled_again_beside_the_newer_one() -> None:
+    """The writer of a killed run, or another run of the same name, would otherwise send it once more."""
+    pieces = HeldPieces(1 << 20)
+    newer = replace(PIECE, name=replace(PIECE.name, generation="newer"), created=51)
+    for piece in (PIECE, newer):
+        pieces.store(piece, bytearray(b"12345678"))
+    pieces.drop("run", before=newer.created)
+    with pytest.raises(UnsupportedError, match="newer segment"):
+        pieces.store(PIECE, bytearray(b"12345678"))
+    assert list(pieces.run("run")) == ["newer"]
+
+
 def test_the_segment_that_began_last_is_read_although_an_older_one_reaches_a_later_step(recorded: Held) -> None:
     """A holder that did not answer when the older one was freed still has it."""
     path = open_peers(url_of(recorded.hosts[1:]))

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ckpt.shadow.listener import Listener
-from ckpt_formats.core.errors import CorruptError, IncompleteError, NoSpaceError, NotFoundError
+from ckpt_formats.core.errors import CorruptError, IncompleteError, NoSpaceError, NotFoundError, UnsupportedError
 from ckpt_formats.core.text import format_nbytes
 from ckpt_formats.stores import piece_requests, wire
 from ckpt_formats.stores.address import NetworkAddress
@@ -54,16 +54,21 @@ class HeldPieces:
         """`memory`: the maximum number of bytes."""
         self.memory, self.nbytes = memory, 0
         self._runs: dict[str, dict[str, dict[str, _FileInMemory]]] = {}
+        self._freed: dict[str, int] = {}
+        """The time of a run before which its generations were freed; only of runs that are held."""
         self._lock = threading.Lock()
 
     def store(self, piece: SentPiece, content: bytearray) -> int:
         """Add a piece at the end of its file, or replace the file. Returns the bytes of the file that are held.
 
         A piece that is held already changes nothing. Raises `CorruptError` if another one is held in its place,
-        `IncompleteError` if the bytes before it are missing, `NoSpaceError` if it exceeds the memory.
+        `IncompleteError` if the bytes before it are missing, `NoSpaceError` if it exceeds the memory, and
+        `UnsupportedError` if its generation was freed because a newer one is there.
         """
         name = piece.name
         with self._lock:
+            if piece.created < self._freed.get(name.run, 0):
+                raise UnsupportedError("a newer segment of a run of this name is held, so this one was freed")
             file = self._runs.get(name.run, {}).get(name.generation, {}).get(name.file) or _FileInMemory()
             if not piece.replaces and name.offset < file.nbytes:
                 at = file.offsets.get(name.offset)
@@ -125,8 +130,11 @@ class HeldPieces:
             older = [one for one, files in generations.items() if all(file.created < before for file in files.values())]
             for generation in older:
                 self.nbytes -= sum(file.counted for file in generations.pop(generation).values())
-            if not generations:
+            if generations:
+                self._freed[run] = max(before, self._freed.get(run, 0))
+            else:
                 self._runs.pop(run, None)
+                self._freed.pop(run, None)
             return self.nbytes
 
     @property

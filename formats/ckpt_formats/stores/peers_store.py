@@ -36,7 +36,7 @@ _SECONDS = 20.0
 """How long a holder may take for a connection, or an answer, before another is asked."""
 _BUSY_SECONDS = 5.0
 """How long to try again if a holder ends a connection before it greets."""
-_RECENT = 64
+_RECENT = 32
 """Pieces that are in memory, since small reads share them."""
 _CONNECTIONS = 4
 """Connections of a reader to a holder, which lets in some hundred: all ranks of a job may read at the same time."""
