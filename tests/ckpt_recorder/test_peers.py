@@ -35,6 +35,7 @@ from ckpt_formats.stores.peers_store import PeersStore, _newest_whole, open_peer
 from ckpt_formats.stores.piece_requests import PieceName, SentPiece
 from ckpt_formats.stores.wire import FrameKind
 from ckpt_formats.universal.chain import chain_file, folder, states
+from ckpt_formats.universal.gradients.segment import open_segment
 from ckpt_recorder import Bases, Peers, Recorder
 from ckpt_recorder.orders import SegmentFollows
 from ckpt_recorder.writer import LogWriter, WriterSettings
@@ -269,6 +270,14 @@ def test_a_run_that_goes_on_does_not_wait_until_the_writer_of_the_killed_one_rea
             hung.close()
             closing_thread.join(SECONDS)
             assert not closing_thread.is_alive()
+
+
+def test_records_that_follow_each_other_at_once_share_a_piece(recorded: Held) -> None:
+    """Each piece costs memory of the holder and of the sender."""
+    (files,) = recorded.hosts[1].pieces._runs["run.chain"].values()
+    (log,) = (file for name, file in files.items() if name.endswith(".ckg"))
+    (segment,) = recorded.chain.glob("*/layout.json")
+    assert len(log.pieces) < sum(len(one.records) for one in open_segment(segment.parent).logs) * 3 // 4
 
 
 def test_a_new_segment_does_not_wait_until_the_holders_have_the_one_before_it(

@@ -32,6 +32,8 @@ _SECONDS = 20.0
 """How long a holder may take for a connection, or an answer, before it counts as gone."""
 _SOON, _LATE = 0.1, 5.0
 """Seconds from one try to reach a holder to the next: twice as long each time."""
+_SMALL, _SMALL_SECONDS = 1 << 16, 0.1
+"""Bytes up to which a piece is small, and how long the next one waits for more: each piece costs memory besides."""
 _CHECK_SECONDS = 10.0
 """After so long without anything to send, a holder is asked whether it still has what it had."""
 _LOOK_SECONDS = 0.5
@@ -55,6 +57,8 @@ class _SentFile:
     """Where each piece begins."""
     cut: int = 0
     """Where the pieces end."""
+    cut_at: float = 0.0
+    """When the last one was cut."""
     ends: list[int] = field(default_factory=list)
     """Where records end after which a step is whole."""
     steps: list[int] = field(default_factory=list)
@@ -71,10 +75,17 @@ class _SentFile:
             raise OSError(f"{self.path.name} has become shorter")
         return content
 
-    def cut_pieces(self, count: int) -> None:
-        """Cut what is new into pieces, until there are `count` of them. They are the same for all holders."""
+    def cut_pieces(self, count: int, is_last: bool = True) -> None:
+        """Cut what is new into pieces, until there are `count` of them. They are the same for all holders.
+
+        `is_last`: no more bytes follow soon, so that a small piece need not wait for them.
+        """
         while self.cut < self.nbytes and len(self.pieces) < count:
-            content = self.read(self.cut, min(wire.CHUNK_NBYTES, self.nbytes - self.cut))
+            nbytes = min(wire.CHUNK_NBYTES, self.nbytes - self.cut)
+            if nbytes < _SMALL and not is_last and time.monotonic() < self.cut_at + _SMALL_SECONDS:
+                return
+            content = self.read(self.cut, nbytes)
+            self.cut_at = time.monotonic()
             self.pieces.append((len(content), piece_requests.digest_of(content)))
             self.offsets.append(self.cut)
             self.cut += len(content)
@@ -209,10 +220,14 @@ class LogSender:
                 count = 0 if piece[0].replaces else counts.get(name, (0, 0))[0]
                 counts[name] = (count + 1, file.version)
                 state.sent += len(piece[1])
-        if self._changes != changes:
+        has_rest = any(file.cut < file.nbytes for _, file in files)  # a small piece that waits for more
+        if self._changes != changes and not has_rest:
             return True
         self._note(state, HELD)
         with self._changed:
+            if has_rest:
+                self._changed.wait_for(lambda: self._is_closing, _SMALL_SECONDS)
+                return True
             is_new = self._changed.wait_for(lambda: self._changes != changes or self._is_closing, _CHECK_SECONDS)
             if self._changes == changes and self._is_closing:
                 return False
@@ -228,7 +243,7 @@ class LogSender:
             count, version = counts.get(name, (0, 0))
             if file.content is not None and version != file.version:
                 count = 0
-            file.cut_pieces(count + 1)
+            file.cut_pieces(count + 1, is_last=self._is_closing or name != self._log)
             if count >= len(file.pieces):
                 return None
             nbytes, digest = file.pieces[count]
