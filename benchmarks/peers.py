@@ -154,7 +154,7 @@ def _compression(
 
 
 def zero(inputs: Path, out: Path, options: argparse.Namespace) -> Iterator[Task]:
-    source = convert.make(round(options.gigabytes), 1, inputs)
+    source = convert.make(max(1, round(options.gigabytes)), 1, inputs)
     listed = convert.commands(source, out / "out")
     names = ("cp -r and fsync", convert.OURS, "ds_to_universal, 1 worker", "ds_to_universal, 2 workers")
     warm(source)
