@@ -104,7 +104,7 @@ class Bench:
         undone = None if program.undoes is None else self.kept / program.undoes
         if undone is not None and not undone.exists():
             return None
-        _warm(self.source if undone is None else undone)
+        warm(self.source if undone is None else undone)
         try:
             run = measure(program.command)
         except Failed as error:
@@ -168,15 +168,6 @@ def make(state: Path, nbytes: int, target: Path) -> Path:
     """A file of about so many bytes. By another process, which may be as large as it likes."""
     subprocess.run([sys.executable, str(HERE / "big_state.py"), str(state), str(nbytes), str(target)], check=True)
     return target
-
-
-def _warm(path: Path) -> None:
-    if path.is_dir():
-        warm(path)
-        return
-    with path.open("rb", buffering=0) as file:
-        while file.read(1 << 22):
-            pass
 
 
 def _remove(path: Path) -> None:

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -80,13 +81,20 @@ def in_turn(
 
     Each writes into `scratch`, which is emptied after it, outside the timed part.
     """
+    return measured_in_turn({name: partial(measure, one, env) for name, one in programs.items()}, rounds, scratch)
+
+
+def measured_in_turn(
+    programs: Mapping[str, Callable[[], Run]], rounds: int, scratch: Path
+) -> tuple[dict[str, list[Run]], dict[str, int]]:
+    """As `in_turn`, for programs that are measured in a way of their own."""
     runs: dict[str, list[Run]] = {name: [] for name in programs}
     sizes: dict[str, int] = {}
     listed = list(programs.items())
     for number in range(rounds):
         first = number % len(listed)
-        for name, command in listed[first:] + listed[:first]:
-            run = measure(command, env)
+        for name, program in listed[first:] + listed[:first]:
+            run = program()
             runs[name].append(run)
             sizes[name] = size(scratch)
             for left in scratch.iterdir():
@@ -101,14 +109,14 @@ def size(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def warm(folder: Path) -> int:
-    """Read every file once, so that the page cache holds it; returns the bytes."""
+def warm(path: Path) -> int:
+    """Read a file, or every file in a folder, once, so that the page cache holds it; returns the bytes."""
     total = 0
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb", buffering=0) as file:
-                while got := len(file.read(1 << 22)):
-                    total += got
+    for one in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if one.is_file():
+            with one.open("rb", buffering=0) as file:
+                while nbytes := len(file.read(1 << 22)):
+                    total += nbytes
     return total
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from pathlib import Path
 import compress
 import convert
 import dcp
-from measure import Failed, Run, measure, medians, size, warm
+from measure import Failed, Run, measure, measured_in_turn, medians, size, warm
 from states import default_folder, state_path
 
 CKPT = [sys.executable, "-m", "ckpt_cli"]
@@ -186,21 +185,21 @@ def memory(inputs: Path, out: Path, options: argparse.Namespace) -> Iterator[Tas
     tensors = f"tensors = {{f'{{i}}.weight': {tensor} for i in range({count})}}"
     linear = f"torch.nn.Linear({width}, {width}, False, dtype=torch.bfloat16)"
     module = f"module = torch.nn.Sequential(*({linear} for _ in range({count})))"
-    file, ours, theirs = str(out / "out"), sys.executable, options.peers
+    file, python = str(out / "out"), sys.executable
     flushed = f"[{file!r}]"
     # The first save starts the process that writes.
     saver = f"{module}\nsaver = Saver(module, None, {file!r}); saver.save(1).wait()"
     by_name = "import torch; from safetensors.torch import save_file"
     saves = {
-        "torch.save": timed(ours, "import torch", f"torch.save(tensors, {file!r})", tensors, flushed),
-        "safetensors": timed(ours, by_name, f"save_file(tensors, {file!r})", tensors, flushed),
-        "ckpt, Saver": timed(ours, "from ckpt_training import Saver; import torch", "saver.save(2).wait()", saver),
+        "torch.save": timed(python, "import torch", f"torch.save(tensors, {file!r})", tensors, flushed),
+        "safetensors": timed(python, by_name, f"save_file(tensors, {file!r})", tensors, flushed),
+        "ckpt, Saver": timed(python, "from ckpt_training import Saver; import torch", "saver.save(2).wait()", saver),
     }
-    if has(theirs, "tensorizer"):
+    if has(options.peers, "tensorizer"):
         call = "serializer.write_module(module); serializer.close()"
         before = f"{module}\nserializer = TensorSerializer({file!r})"
         saves["tensorizer"] = timed(
-            theirs, "import torch; from tensorizer import TensorSerializer", call, before, flushed
+            options.peers, "import torch; from tensorizer import TensorSerializer", call, before, flushed
         )
     nbytes = count * width * width * 2
     yield Task("Save bf16 weights", nbytes, saves)
@@ -212,24 +211,24 @@ def memory(inputs: Path, out: Path, options: argparse.Namespace) -> Iterator[Tas
     at = {name: str(inputs / name) for name in (*saves, "ucp.ucp")}
     ckpt = "from ckpt_training import load_file"
     loads = {
-        "torch.load": timed(ours, "import torch", f"torch.load({at['torch.save']!r}, weights_only=True)"),
+        "torch.load": timed(python, "import torch", f"torch.load({at['torch.save']!r}, weights_only=True)"),
         "safetensors": timed(
-            ours,
+            python,
             "import torch; from safetensors.torch import load_file",
             # It maps the file, and reads nothing before.
             f"[value.clone() for value in load_file({at['safetensors']!r}).values()]",
         ),
-        "ckpt, safetensors": timed(ours, f"import torch; {ckpt}", f"load_file({at['safetensors']!r})"),
-        "ckpt, .ucp, verified": timed(ours, f"import torch; {ckpt}", f"load_file({at['ucp.ucp']!r})"),
+        "ckpt, safetensors": timed(python, f"import torch; {ckpt}", f"load_file({at['safetensors']!r})"),
+        "ckpt, .ucp, verified": timed(python, f"import torch; {ckpt}", f"load_file({at['ucp.ucp']!r})"),
     }
     if "tensorizer" in saves:
         loads["tensorizer, hashes verified"] = timed(
-            theirs,
+            options.peers,
             "import torch; from tensorizer import TensorDeserializer",
             f"list(TensorDeserializer({at['tensorizer']!r}, device='cpu', verify_hash=True).values())",
         )
     for name in saves:
-        warm(inputs / name) if (inputs / name).is_dir() else (inputs / name).read_bytes()
+        warm(inputs / name)
     yield Task("Load bf16 weights", nbytes, loads)
 
 
@@ -253,28 +252,16 @@ def has(python: str, module: str) -> bool:
 
 def table(task: Task, rounds: int, out: Path) -> str:
     """Run all programs in turn; a table of medians, each also as a multiple of the first program of ours."""
-    runs: dict[str, list[Run]] = {name: [] for name in task.programs}
-    sizes: dict[str, int] = {}
-    listed = list(task.programs.items())
-    for number in range(rounds):
-        first = number % len(listed)
-        for name, program in listed[first:] + listed[:first]:
-            if name.startswith("DFloat11") and runs[name]:
-                continue  # minutes, for a ratio
-            runs[name].append(program.run())
-            sizes[name] = size(out)
-            for left in out.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-            print(f"  round {number + 1}: {name}: {runs[name][-1].wall:.2f} s", file=sys.stderr, flush=True)
+    runs, sizes = measured_in_turn({name: program.run for name, program in task.programs.items()}, rounds, out)
     middle = {name: medians(of_one) for name, of_one in runs.items()}
-    ours = middle[next(name for name in middle if name.startswith("ckpt"))]
+    own = middle[next(name for name in middle if name.startswith("ckpt"))]
     last = " times smaller |" if task.shows_ratio else ""
     rows = [
         f"| {task.title}, {task.nbytes / 1e9:.2f} GB | wall | CPU | peak memory | wall to ckpt's |{last}",
         f"|---|---|---|---|---|{'---|' if last else ''}",
     ]
     for name, run in middle.items():
-        cells = [f"{run.wall:.2f} s", f"{run.cpu:.2f} s", f"{run.process / 1e6:,.0f} MB", f"{run.wall / ours.wall:.2f}"]
+        cells = [f"{run.wall:.2f} s", f"{run.cpu:.2f} s", f"{run.process / 1e6:,.0f} MB", f"{run.wall / own.wall:.2f}"]
         cells += [f"{task.nbytes / sizes[name]:.3f}"] if last else []
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
