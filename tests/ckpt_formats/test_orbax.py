@@ -355,7 +355,7 @@ def test_chunk_that_decodes_to_more_than_its_shape_is_refused(compressor: str, t
 def test_chunks_never_reach_from_one_part_into_the_next(shape: Shape, parts: int, nbytes: int, chunk: Shape) -> None:
     grid = ChunkGrid(nbytes, parts)
     assert grid.shape(shape, 4) == chunk
-    boxes = [box for _, box in grid.boxes(shape, 4)]
+    boxes = [box for _, box in grid.boxes(shape, chunk)]
     assert sum(box.size for box in boxes) == int(np.prod(shape))
     for n, axis in zip(shape, range(len(shape)), strict=True):
         part = n // parts if n % parts == 0 else n

@@ -34,11 +34,14 @@ class ChunkGrid:
             chunk[axis] = even if 2 * even > most or length < shape[axis] else min(most, length)
         return tuple(max(1, n) for n in chunk)
 
-    def boxes(self, shape: Shape, itemsize: int) -> list[tuple[str, Box]]:
-        """Each chunk, in order, with its key after the array's name. Those at the edge are cut off at the edge."""
+    def boxes(self, shape: Shape, chunk: Shape) -> list[tuple[str, Box]]:
+        """Each chunk, in order, with its key after the array's name. Those at the edge are cut off at the edge.
+
+        `chunk`: the shape of the chunks, as of `shape`.
+        """
         boxes = [("c" if self.zarr3 else "", Box((), ()))]
         separator = "/" if self.zarr3 else "."
-        for n, c in zip(shape, self.shape(shape, itemsize), strict=True):
+        for n, c in zip(shape, chunk, strict=True):
             boxes = [
                 (f"{key}{separator}{i}" if key else str(i), Box((*box.start, i * c), (*box.stop, min(n, (i + 1) * c))))
                 for key, box in boxes
@@ -46,15 +49,15 @@ class ChunkGrid:
             ]
         return boxes if shape or self.zarr3 else [("0", Box((), ()))]
 
-    def metadata(self, shape: Shape, dtype: DType) -> tuple[str, bytes]:
-        """The key, after the array's name, and the JSON that describes an array."""
-        chunk = self.shape(shape, dtype.itemsize)
+    def metadata(self, shape: Shape, dtype: DType, chunk: Shape) -> tuple[str, bytes]:
+        """The key, after the array's name, and the JSON that describes an array, whose chunks have this shape."""
         return (
             ("zarr.json", _third(shape, dtype, chunk)) if self.zarr3 else (".zarray", array_json(shape, dtype, chunk))
         )
 
 
 def array_json(shape: Shape, dtype: DType, chunk: Shape) -> bytes:
+    """`.zarray` of an array: its metadata in zarr 2."""
     name = dtype.str if dtype.isbuiltin == 1 else dtype.name
     content = {
         "chunks": list(chunk),
@@ -71,6 +74,7 @@ def array_json(shape: Shape, dtype: DType, chunk: Shape) -> bytes:
 
 
 def _third(shape: Shape, dtype: DType, chunk: Shape) -> bytes:
+    """`zarr.json` of an array: its metadata in zarr 3."""
     zero: object = False if dtype.kind == "b" else [0, 0] if dtype.kind == "c" else 0
     little = {"name": "bytes", "configuration": {"endian": "little"}}
     content = {

@@ -70,8 +70,8 @@ class Flax(WritableFormat):
         return any((path / name).is_file() for name in (FILE, INDEX)) or bool(steps_in(path))
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
-        if path.is_dir() and not (path / FILE).is_file() and steps_in(path):
-            return _newest(path)
+        if path.is_dir() and not (path / FILE).is_file() and (runs := _runs(path)):
+            return _newest(path, runs)
         from ckpt_formats.engines.orbax.aggregate import is_placeholder
 
         file = path / FILE if path.is_dir() else path
@@ -173,9 +173,8 @@ def _newest_tree(steps: list[tuple[float, Path]]) -> int | None:
     return next((i for i in newest if begins_as_dict(steps[i][1])), None)
 
 
-def _newest(folder: Path) -> Checkpoint:
+def _newest(folder: Path, runs: Mapping[str, list[tuple[float, Path]]]) -> Checkpoint:
     """The newest state of the run in a folder. Raises `UnsupportedError` if there are several runs."""
-    runs = _runs(folder)
     if len(runs) > 1:
         names = list_names([steps[-1][1].name for steps in runs.values()], printable)
         raise UnsupportedError(f"several models are saved here: {names}", where=folder, hint="Name one of the files.")

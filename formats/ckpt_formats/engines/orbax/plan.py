@@ -267,8 +267,9 @@ def _data_files(folder: str, leaves: Iterable[WrittenLeaf], grid: ChunkGrid, fil
         if leaf.tensor is None:
             continue
         shape, itemsize = leaf.tensor.shape, leaf.tensor.dtype.itemsize
-        size = prod(grid.shape(shape, itemsize)) * itemsize
-        for key, box in grid.boxes(shape, itemsize):
+        chunk = grid.shape(shape, itemsize)
+        size = prod(chunk) * itemsize
+        for key, box in grid.boxes(shape, chunk):
             if entries and nbytes + size > file_nbytes:
                 yield file()
                 entries, tensors, nbytes, number = [], [], 0, number + 1

@@ -118,7 +118,7 @@ def _write_item(
         shapes.append((leaf, chunk))
         if tensor is None or chunk is None:
             continue
-        key_of_array, described = grid.metadata(tensor.shape, tensor.dtype)
+        key_of_array, described = grid.metadata(tensor.shape, tensor.dtype, chunk)
         values[f"{name}/{key_of_array}"] = described
         if key is not None:
             entry = {"param_name": name, "write_shape": list(chunk), "chunk_shape": list(chunk)}
