@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt.protection.damage import all_files
+from ckpt.protection.damage import all_files, file_nbytes
 from ckpt.protection.protect import is_protected
 from ckpt_formats.core.arguments import Checked, Count
 from ckpt_formats.core.errors import CkptError
@@ -125,7 +125,7 @@ def _compared(path: Path, parity: ProtectedFolder, most: int) -> tuple[SurveyedF
     }
     places = [(at, name) for at, name in _middle_blocks(parity) if name in newer][:most]
     changed += _of_another_content(parity, places)
-    wrong = [path for path, nbytes, is_parity in all_files(parity) if is_parity and _size(path) != nbytes]
+    wrong = [path for path, nbytes, is_parity in all_files(parity) if is_parity and file_nbytes(path) != nbytes]
     disks = {one.st_dev for one in there.values()} | {_device(place) for place in parity.places}
     return (
         SurveyedFolder(
@@ -166,13 +166,6 @@ def _of_another_content(parity: ProtectedFolder, places: Iterable[tuple[BlockAdd
                     yield name
             except CkptError:
                 yield name
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
 
 
 def _device(path: Path) -> int | None:

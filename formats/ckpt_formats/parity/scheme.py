@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.core.text import printable
-from ckpt_formats.parity.code import MAX_BLOCKS
+from ckpt_formats.parity.code import MAX_BLOCKS, MAX_LOST
 
 FORMS = "copies:N, such as copies:2, or parity:K+M, such as parity:8+2"
 MAX_COPIES = 32
-MAX_PARITIES = 32
 _COPIES = re.compile(r"copies:(\d{1,3})", re.ASCII)
 _PARITY = re.compile(r"parity:(\d{1,3})\+(\d{1,3})", re.ASCII)
 
@@ -40,10 +39,10 @@ class PeerScheme:
             return cls(1, int(match[1]))
         if match := _PARITY.fullmatch(text):
             data, spares = int(match[1]), int(match[2])
-            if data >= 2 and 1 <= spares <= MAX_PARITIES and data + spares <= MAX_BLOCKS:
+            if data >= 2 and 1 <= spares <= MAX_LOST and data + spares <= MAX_BLOCKS:
                 return cls(data, spares)
         hint = (
-            f"N is from 1 to {MAX_COPIES}; K at least 2, M from 1 to {MAX_PARITIES}, and both together at most "
+            f"N is from 1 to {MAX_COPIES}; K at least 2, M from 1 to {MAX_LOST}, and both together at most "
             f"{MAX_BLOCKS}."
         )
         raise InvalidArgumentError(f"`{printable(text[:60])}` is not {FORMS}", where="scheme", hint=hint)
