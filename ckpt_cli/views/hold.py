@@ -1,5 +1,6 @@
 """Hold pieces of runs until a signal ends it, or show what a holder has."""
 
+from contextlib import closing
 from typing import Any
 
 from ckpt.holding.holder import HeldPieces, Holder
@@ -32,11 +33,8 @@ def hold(options: HoldOptions, as_json: bool) -> None:
 
 def show_status(address: str, as_json: bool) -> None:
     """Ask a holder what it has, and show it."""
-    connection = Connection(parse_address(address), shadow_credentials(), "holder")
-    try:
+    with closing(Connection(parse_address(address), shadow_credentials(), "holder")) as connection:
         status = piece_requests.holder_status(connection)
-    finally:
-        connection.close()
     if as_json:
         fields: dict[str, Any] = {"address": address, "memory": status.memory, "nbytes": status.nbytes}
         data({**fields, "runs": [vars(run) for run in status.runs]})

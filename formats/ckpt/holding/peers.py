@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.parity.scheme import PeerScheme, circle
@@ -46,17 +47,19 @@ class Peers:
                 hint="Name more hosts, or fewer copies.",
             )
 
-    @property
+    # A sender asks for all holders of all ranks, again and again.
+
+    @cached_property
     def copies(self) -> int:
         """How many other hosts hold what a host records."""
         return PeerScheme.parse(self.scheme).spares
 
-    @property
+    @cached_property
     def addresses(self) -> tuple[NetworkAddress, ...]:
         """The addresses of the holders, in the order of the hosts."""
         return tuple(map(parse_address, self.hosts))
 
-    @property
+    @cached_property
     def order(self) -> tuple[int, ...]:
         """The hosts in the order in which each gives its copies to those that follow it, in a circle."""
         return circle(len(self.hosts), self.jump)

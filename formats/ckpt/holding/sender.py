@@ -4,7 +4,6 @@ The files of the chain are the queue: what was not sent yet lies there. So a slo
 started again is filled from the start, and one that is gone only makes a line in the log of the trainer.
 """
 
-import json
 import os
 import threading
 import time
@@ -20,10 +19,9 @@ from ckpt_formats.stores import piece_requests, wire
 from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.connection import Connection
 from ckpt_formats.stores.http_client import Credentials
-from ckpt_formats.stores.piece_requests import HeldFile, HeldRun, PieceName, SentPiece
-from ckpt_formats.stores.wire import FrameKind
+from ckpt_formats.stores.piece_requests import HeldRun, PieceName, SentPiece
 from ckpt_formats.universal.chain import chain_file
-from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
+from ckpt_formats.universal.chain.chain_file import ChainIndex
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.record import Kind
 from ckpt_formats.universal.gradients.segment import rank_file
@@ -215,8 +213,7 @@ class LogSender:
             files, changes = list(self._files.items()), self._changes
         for name, file in files:
             while (piece := self._next_piece(name, file, counts)) is not None:
-                connection.send(FrameKind.STORE, piece_requests.dump_piece(*piece))
-                connection.receive(FrameKind.STORED, wire.MAX_REQUEST)
+                piece_requests.store(connection, *piece)
                 count = 0 if piece[0].replaces else counts.get(name, (0, 0))[0]
                 counts[name] = (count + 1, file.version)
                 state.sent += len(piece[1])
@@ -287,7 +284,7 @@ class LogSender:
         logged = next((one for one in chain.segments if one.folder == self._segment.name), None)
         if logged is None or logged.run != self._generation:
             return
-        members = _base_of(chain, logged)
+        members = chain.base_of(logged)
         names = sorted(chain.folders_of(members[-1])) if members else []
         paths = [path for name in names for path in sorted((self._segment.parent / name).rglob("*")) if path.is_file()]
         base = {path.relative_to(self._segment.parent).as_posix(): path for path in paths}
@@ -320,28 +317,17 @@ class LogSender:
                 runs[address] = piece_requests.list_run(one, self._run, with_pieces=False)
         for rank in range(self._world):
             hosts = self._peers.holders_of(self._peers.host_of(rank, self._world))
-            names = [f"{self._segment.name}/{rank_file(rank)}", *([chain_file.NAME] if rank == 0 else [])]
-            for name in names:
-                addresses = [self._peers.addresses[host] for host in hosts]
-                files = [self._file_of(runs[one], name) for one in addresses if one in runs]
+            addresses = [self._peers.addresses[host] for host in hosts]
+            generations = [runs[one].get(self._generation, {}) for one in addresses if one in runs]
+            for name in (f"{self._segment.name}/{rank_file(rank)}", *([chain_file.NAME] if rank == 0 else [])):
+                files = [run.get(name) for run in generations]
                 if not files or any(file is None or not (file.starts or name == chain_file.NAME) for file in files):
                     return False
         return True
 
-    def _file_of(self, run: HeldRun, name: str) -> HeldFile | None:
-        return run.get(self._generation, {}).get(name)
-
     def _free_older(self, address: NetworkAddress) -> bool:
         """Free the older generations that a holder has. Returns whether it answered."""
-        request = json.dumps({"run": self._run, "before": self._created}).encode()
         with suppress(CkptError), closing(Connection(address, self._credentials, "holder", _ASK_SECONDS)) as one:
-            one.send(FrameKind.DROP, request)
-            one.receive(FrameKind.STORED, wire.MAX_REQUEST)
+            piece_requests.drop(one, self._run, self._created)
             return True
         return False
-
-
-def _base_of(chain: ChainIndex, logged: LoggedSteps) -> tuple[Member, ...]:
-    """The members that the last base of a segment needs; none if the segment has the state at its start itself."""
-    bases = chain.bases_of(logged)
-    return chain.upto(bases[-1].step) if bases else ()

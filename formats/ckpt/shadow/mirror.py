@@ -273,8 +273,7 @@ class LogMirror:
 
     def _begin(self, chain: ChainIndex, logged: LoggedSteps) -> SegmentFiles:
         """Fetch the layout of a segment and its last base."""
-        bases = chain.bases_of(logged)
-        members = chain.upto(bases[-1].step) if bases else ()
+        members = chain.base_of(logged)
         listed = self._list(logged.folder).get(layouts.NAME)
         if listed is None:
             raise IncompleteError("the log has no layout yet", where=self._where)

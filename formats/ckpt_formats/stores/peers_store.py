@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -285,11 +285,8 @@ def open_peers(url: str, fallback: Path | None = None) -> StorePath:
 
     def ask(address: NetworkAddress) -> HolderAnswer:
         try:
-            connection = _connect(address, credentials)
-            try:
+            with closing(_connect(address, credentials)) as connection:
                 return HolderAnswer(address, piece_requests.list_run(connection, run))
-            finally:
-                connection.close()
         except CkptError as error:
             return HolderAnswer(address, {}, error)
 

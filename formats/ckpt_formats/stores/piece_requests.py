@@ -207,6 +207,18 @@ def _held_file(generation: str, name: str, row: Any) -> HeldFile:
     return HeldFile(tuple(rows), step, starts, world, created)
 
 
+def store(connection: Connection, piece: SentPiece, content: bytes) -> None:
+    """Give a piece to a holder. Raises `CkptError`."""
+    connection.send(FrameKind.STORE, dump_piece(piece, content))
+    connection.receive(FrameKind.STORED, wire.MAX_REQUEST)
+
+
+def drop(connection: Connection, run: str, before: int) -> None:
+    """Let a holder free the generations of a run that began before this time. Raises `CkptError`."""
+    connection.send(FrameKind.DROP, json.dumps({"run": run, "before": before}).encode())
+    connection.receive(FrameKind.STORED, wire.MAX_REQUEST)
+
+
 def fetch(connection: Connection, name: PieceName) -> bytearray:
     """The bytes of a piece, as the holder has them: the caller compares their hash. Raises `CkptError`."""
     connection.send(FrameKind.FETCH, json.dumps(asdict(name)).encode())

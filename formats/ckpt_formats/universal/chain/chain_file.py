@@ -192,6 +192,11 @@ class ChainIndex:
             if logged.first <= one.step <= last and (one.exact or one.content == logged.parent)
         ]
 
+    def base_of(self, logged: "LoggedSteps") -> tuple[Member, ...]:
+        """The last base from which a segment can be followed, after all that it needs; none if there is none."""
+        bases = self.bases_of(logged)
+        return self.upto(bases[-1].step) if bases else ()
+
     def upto(self, step: int) -> tuple[Member, ...]:
         """The members from its base to the one at this step. Empty if there is no such step."""
         at = next((i for i, member in enumerate(self.members) if member.step == step), None)
