@@ -218,13 +218,14 @@ class LogSender:
                 counts[name] = (count + 1, file.version)
                 state.sent += len(piece[1])
         has_rest = any(file.cut < file.nbytes for _, file in files)  # a small piece that waits for more
-        if self._changes != changes and not has_rest:
+        if has_rest:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closing, _SMALL_SECONDS)
+            return True
+        if self._changes != changes:
             return True
         self._note(state, HELD)
         with self._changed:
-            if has_rest:
-                self._changed.wait_for(lambda: self._is_closing, _SMALL_SECONDS)
-                return True
             is_new = self._changed.wait_for(lambda: self._changes != changes or self._is_closing, _CHECK_SECONDS)
             if self._changes == changes and self._is_closing:
                 return False
