@@ -164,9 +164,10 @@ def cost_of_check(pairs: list[tuple[Run, Run]]) -> str:
     return f"the check costs, of {len(pairs)} pairs: {'; '.join(texts)}"
 
 
-def make(state: Path, nbytes: int, target: Path) -> Path:
-    """A file of about so many bytes. By another process, which may be as large as it likes."""
-    subprocess.run([sys.executable, str(HERE / "big_state.py"), str(state), str(nbytes), str(target)], check=True)
+def make(state: Path, nbytes: int, target: Path, *how: str) -> Path:
+    """A file of about so many bytes. By another process, which may be as large as it likes. `how`: see big_state.py."""
+    command = [sys.executable, str(HERE / "big_state.py"), str(state), str(nbytes), str(target), *how]
+    subprocess.run(command, check=True)
     return target
 
 

@@ -2,7 +2,8 @@
 
 Tasks, each of which all programs do in turn:
 
-    state      compress a training state of torch.save, and decompress it: zstd, ZipNN
+    state      compress a training state of torch.save, and decompress it: zstd, ZipNN; again with all matrices of
+               equal width as one, as large as those of a model of billions
     weights    compress bfloat16 weights: zstd, ZipNN, DFloat11 (whose decoder needs a GPU; its encoder is Python)
     zero       a checkpoint of ZeRO-1 (by DeepSpeed, two ranks) to one file for each parameter: ds_to_universal
     fp32       its weights in fp32 in one file: zero_to_fp32
@@ -112,6 +113,10 @@ def timed(python: str, imports: str, call: str, before: str = "", flushed: str =
 def state(inputs: Path, out: Path, options: argparse.Namespace) -> Iterator[Task]:
     source = compress.make(options.state, int(options.gigabytes * 1e9), inputs / "state.pt")
     yield from _compression("a training state, torch.save", source, out, options, "float32", inputs)
+    inputs_joined = inputs / "joined"
+    inputs_joined.mkdir()
+    source = compress.make(options.state, int(options.gigabytes * 1e9), inputs_joined / "state.pt", "joined")
+    yield from _compression("it in large tensors, torch.save", source, out, options, "float32", inputs_joined)
 
 
 def weights(inputs: Path, out: Path, options: argparse.Namespace) -> Iterator[Task]:
