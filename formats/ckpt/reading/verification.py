@@ -10,6 +10,7 @@ from ckpt.pipeline import seals_error
 from ckpt.reading.evidence import COVERED, FILE, ReadEvidence, Rows, replaced
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.coverage import Piece, union
+from ckpt_formats.core.distinct import distinct
 from ckpt_formats.core.errors import CorruptError, InvalidArgumentError
 from ckpt_formats.core.evidence import seal_number
 from ckpt_formats.core.files import Reader
@@ -59,7 +60,7 @@ class JoinedEvidence:
         if path is not None:
             raise CorruptError("another process read another file at this path", where=path, hint=_REPLACED)
         table = evidence.checksums.table
-        numbers = np.unique(np.concatenate([table["seal"], evidence.covered["seal"]]))
+        numbers = distinct(np.concatenate([table["seal"], evidence.covered["seal"]]))
         most = np.array([self._seal(number).nbytes for number in numbers.tolist()], np.uint64)
         for rows in (table, evidence.covered):
             if (rows["stop"] > most[np.searchsorted(numbers, rows["seal"])]).any():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
+from ckpt_formats.core.distinct import distinct
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.state_table import PLAIN, ROLES, StateTable, TabulatedParameters, table_of
 from ckpt_formats.core.tensor import Blob, ComputedFragments, DerivedBlob, Tensor
@@ -72,7 +73,10 @@ def rows_of(states: StateTable) -> list[StateSizes]:
     names = np.where(roles == trained, states.state.astype(np.int64), len(states.states) + roles)
     width, count = max(len(states.dtypes), 1), max(len(coding.codecs), 1)
     kinds = (names * width + states.dtype) * count + coding.codec
-    kinds, first, members = np.unique(kinds, return_index=True, return_inverse=True)
+    all_kinds, kinds = kinds, distinct(kinds)
+    members = np.searchsorted(kinds, all_kinds)
+    first = np.empty(len(kinds), np.int64)
+    first[members[::-1]] = np.arange(len(members))[::-1]  # of equal indices, the last assignment stays
     labels = (*states.states, *ROLES)
     parts = []
     for kind in np.argsort(first).tolist():

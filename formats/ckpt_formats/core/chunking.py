@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckpt_formats.core.distinct import distinct
 from ckpt_formats.core.geometry import Box, Shape, flat_ends
 
 DEFAULT_ELEMENTS = 1 << 18
@@ -86,7 +87,7 @@ def chunk_sizes(ranks: npt.NDArray[Any], dims: npt.NDArray[Any]) -> tuple[npt.ND
     """
     elements, counts = np.full(len(ranks), DEFAULT_ELEMENTS, np.int64), np.zeros(len(ranks), np.int64)
     begins = np.cumsum(ranks, dtype=np.int64) - ranks
-    for rank in np.unique(ranks).tolist():
+    for rank in distinct(ranks).tolist():
         rows = np.flatnonzero(ranks == rank)
         shapes = dims[begins[rows, None] + np.arange(rank)].astype(np.int64)
         widths = np.cumprod(shapes[:, ::-1], axis=1)[:, ::-1] if rank else np.ones((len(rows), 1), np.int64)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckpt_formats.core.distinct import distinct
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.core.values import brief
@@ -111,7 +112,7 @@ def _state_rows(states: Any) -> list[tuple[object, ...]]:
     """The elements and bytes of each kind of state, the largest first."""
     kinds = states.state.astype(np.int64) * max(len(states.dtypes), 1) + states.dtype
     rows = []
-    for kind in np.unique(kinds).tolist():
+    for kind in distinct(kinds).tolist():
         members = kinds == kind
         state, dtype = divmod(kind, max(len(states.dtypes), 1))
         elements, nbytes = int(states.elements[members].sum()), int(states.nbytes[members].sum())

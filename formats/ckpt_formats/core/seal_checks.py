@@ -14,6 +14,7 @@ import numpy as np
 
 from ckpt_formats.core.checksums import Checksum, MismatchError, checksum_of, digest_of
 from ckpt_formats.core.coverage import Piece, union
+from ckpt_formats.core.distinct import distinct
 from ckpt_formats.core.evidence import NUMBER, RANGE, Evidence, Numbers, seal_number
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.seals import LazySeals, Seal
@@ -48,7 +49,7 @@ class SealChecks:
     def knows(self, evidence: Evidence) -> bool:
         """Whether all seals of the evidence are known: in it, or listed."""
         own = {seal_number(seal) for seal in evidence.seals}
-        return all(number in own or number in self._listed for number in _distinct(evidence))
+        return all(number in own or number in self._listed for number in distinct(evidence.table["seal"]).tolist())
 
     def add(self, evidence: Evidence) -> None:
         """Add evidence of one or several readers. Raises `KeyError` if it does not know one of its seals."""
@@ -203,12 +204,6 @@ class _PartlyRead:
         self.twice = self.covered - sum(one.stop - one.start for one in union(pieces))
 
 
-def _distinct(evidence: Evidence) -> list[int]:
-    """The numbers of the seals of the ranges."""
-    numbers: list[int] = np.unique(evidence.table["seal"]).tolist()
-    return numbers
-
-
 class _NumberSet:
     """A set of numbers of 64 bits, which takes 8 bytes for each."""
 
@@ -243,4 +238,4 @@ class _NumberSet:
 
     def _sort(self) -> None:
         recent = np.fromiter(self._recent, NUMBER, len(self._recent))
-        self._sorted, self._recent = np.union1d(self._sorted, recent), set()
+        self._sorted, self._recent = distinct(np.concatenate([self._sorted, recent])), set()

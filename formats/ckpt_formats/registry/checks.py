@@ -15,6 +15,7 @@ from ckpt_formats.containers.file_starts import HEAD_NBYTES, STAND_IN, holds_ten
 from ckpt_formats.containers.torchfile import check_repeated, written_size
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.claims import MAX_NAME, MAX_SMALL_JSON
+from ckpt_formats.core.distinct import distinct, distinct_counts
 from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError
 from ckpt_formats.core.files import read_range, read_whole
 from ckpt_formats.core.folders import names_in
@@ -149,7 +150,7 @@ def _values(parameters: Mapping[str, Parameter]) -> Sequence[Mapping[str, Value]
         return [parameter.values for parameter in parameters.values()]
     parameters.check()
     table = parameters.table
-    return [table.values[number] for number in np.unique(table.value).tolist()]
+    return [table.values[number] for number in distinct(table.value).tolist()]
 
 
 def _rows_and_repeats(parameters: Mapping[str, Parameter]) -> tuple[int, int]:
@@ -157,7 +158,7 @@ def _rows_and_repeats(parameters: Mapping[str, Parameter]) -> tuple[int, int]:
     if not isinstance(parameters, TabulatedParameters):
         return 0, 0
     table = parameters.table
-    numbers, counts = np.unique(table.value, return_counts=True)
+    numbers, counts = distinct_counts(table.value)
     repeats = zip(numbers.tolist(), counts.tolist(), strict=True)
     again = sum((count - 1) * written_size(table.values[number]) for number, count in repeats if count > 1)
     return _ROW_NBYTES * len(parameters), again

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ckpt_formats.core.claims import MAX_AXES, MAX_ELEMENTS
+from ckpt_formats.core.distinct import distinct
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.tensor import Array
@@ -288,7 +289,7 @@ class _Check:
     def _shared(self, pack: Array, offset: Array, nbytes: Array) -> None:
         """Check the ranges in packs of other members, sorted by pack and offset: each (ranges,) uint64."""
         named = [number for number, one in enumerate(self.packs) if one.owner is not None]
-        actual: list[int] = np.unique(pack).tolist()
+        actual: list[int] = distinct(pack).tolist()
         self._true(actual == named, "a pack of another member that no state lies in")
         headers = np.array([one.header_nbytes for one in self.packs], np.uint64)
         ends = np.array([one.nbytes for one in self.packs], np.uint64)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.checkpoint import Group
+from ckpt_formats.core.distinct import distinct
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value
@@ -100,7 +101,7 @@ def canonical(value: Any) -> str:
 
 def _sorted(column: Array, table: Sequence[str]) -> tuple[Array, list[str]]:
     """The items of a table that a column refers to, sorted, each once; and the column with their new numbers."""
-    used = np.unique(column).tolist()
+    used = distinct(column).tolist()
     items = sorted({table[number] for number in used})
     numbers = np.zeros(max(used, default=-1) + 1, np.int64)
     places = {item: place for place, item in enumerate(items)}

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from ckpt_formats.core.distinct import distinct
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Reader
@@ -55,7 +56,7 @@ class PackPart:
             stop = max(int(np.searchsorted(ends, begins[at] + _READ_NBYTES, "right")), at + 1)
             wrong[at:stop] = self._wrong(at, stop, memoryview(buffer), reader)
             at = stop
-        numbers: list[int] = np.unique(self.seals[wrong]).tolist()
+        numbers: list[int] = distinct(self.seals[wrong]).tolist()
         return numbers
 
     def _wrong(self, at: int, stop: int, buffer: memoryview, reader: Reader) -> Array | bool:

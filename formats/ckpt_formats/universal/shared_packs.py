@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.distinct import distinct
 from ckpt_formats.universal.chain.chain_file import SharedPacks
 from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.index import Index
@@ -18,7 +19,7 @@ FIRST = 1 << 31
 def with_packs(index: Index, own: Sequence[Pack], earlier: Sequence[Pack]) -> tuple[Index, tuple[Pack, ...]]:
     """The index with the final numbers of packs of the earlier member, and all packs: the own ones come first."""
     column = index.columns["state.pack"]
-    used = np.unique(column[column >= FIRST])
+    used = distinct(column[column >= FIRST])
     if not len(used):
         return index, tuple(own)
     final = column.copy()

@@ -11,6 +11,7 @@ import numpy as np
 
 from ckpt_formats.containers.sealed_json import hash_number
 from ckpt_formats.core.checkpoint import ErrorFigures, Parameter
+from ckpt_formats.core.distinct import distinct
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.seals import Contradiction, Seal, SealPart, SealTable
 from ckpt_formats.core.state_table import PLAIN as UNCODED
@@ -299,7 +300,7 @@ def _kinds(index: Index) -> list[int]:
     columns = index.columns
     deltas = dict(zip(columns["delta.parameter"].tolist(), columns["delta.codec"].tolist(), strict=True))
     special = columns["state.storage"] != PLAIN
-    numbers: list[int] = np.unique(columns["state.parameter"][special]).tolist()
+    numbers: list[int] = distinct(columns["state.parameter"][special]).tolist()
     if not numbers:
         return []
     kinds = [columns[name].astype("<u4") for name in ("state.name", "state.dtype", "state.storage", "state.codec")]
