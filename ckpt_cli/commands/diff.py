@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_cli.options.command import command, resources
 from ckpt_cli.options.delta import delta_file
+from ckpt_cli.options.names import named_alike
 from ckpt_cli.options.report import report_options
 from ckpt_cli.options.source import source
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 @report_options
 @delta_file
 @source("checkpoints", several="FIRST SECOND...", runs=True)
+@named_alike
 @resources(writes=False)
 def diff(
     checkpoints: "tuple[Checkpoint, ...]",

@@ -314,6 +314,13 @@ def parts(command: F) -> F:
     return cast(F, with_options(chosen, only, skip, model_only, group="Edits"))
 
 
+allow_rounding = click.option(
+    "--allow-rounding",
+    is_flag=True,
+    help="With --names: round weights that MaxText stores scaled or with one added, such as queries and norms, and "
+    "their moments.",
+)
+
 _EDITS = (
     only,
     skip,
@@ -351,11 +358,7 @@ _EDITS = (
         type=click.Choice(NAMINGS),
         help="Names of tensors in TARGET.  [default: those that the format needs, else the source's]",
     ),
-    click.option(
-        "--allow-rounding",
-        is_flag=True,
-        help="With --names: round weights that MaxText stores scaled, such as queries, and their moments.",
-    ),
+    allow_rounding,
 )
 
 

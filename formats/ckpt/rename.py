@@ -168,7 +168,11 @@ def _renamed(
 
     partial = source.is_partial
     if current == naming and naming in ("gguf", *NATIVE):
-        return source
+        if naming != "maxtext" or config is None or partial:
+            return source
+        from ckpt_formats.names.native import with_scanned_layers
+
+        return with_scanned_layers(source, config)
     if current in NATIVE:
         from ckpt_formats.names.native import from_native
 

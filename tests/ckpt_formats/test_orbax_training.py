@@ -10,6 +10,7 @@ import pytest
 
 import ckpt
 from ckpt_formats.core.dtypes import DTYPES
+from damage import ckpt as diff
 from jax_jobs.launch import train_all
 
 NEEDED = ("jax", "flax", "optax", "orbax.checkpoint", "transformers")
@@ -75,9 +76,8 @@ def go_on_in_torch(checkpoint: Path, out: Path, first: int) -> list[float]:
 def test_training_goes_on_in_torch_and_in_jax_again(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
-    once = {"start": None, "steps": 3 * STEPS, "out": None, "mesh": "1", "log": tmp_path / "once.json"}
-    begin = {"start": None, "steps": STEPS, "out": tmp_path / "begin", "mesh": "2", "log": tmp_path / "begin.json"}
-    train_all([once, begin], tmp_path)
+    begin = {"start": None, "steps": STEPS, "out": tmp_path / "begin", "saved_after": STEPS, "mesh": "2"}
+    train_all([{**begin, "log": tmp_path / "begin.json"}], tmp_path)
 
     in_torch = ckpt.use_names(ckpt.open(tmp_path / "begin"), "hf", config=config)
     ckpt.save(in_torch, tmp_path / "begin.pt", "torch")
@@ -89,14 +89,9 @@ def test_training_goes_on_in_torch_and_in_jax_again(tmp_path: Path) -> None:
     trained = ckpt.open(tmp_path / "torch.pt")
     in_jax = ckpt.use_names(trained, "maxtext", config=config)
     ckpt.save(in_jax, tmp_path / "again", "orbax")
-    end = {
-        "start": tmp_path / "again",
-        "steps": STEPS,
-        "out": None,
-        "mesh": "1",
-        "log": tmp_path / "end.json",
-    }
-    train_all([end], tmp_path)
+    end = {"start": tmp_path / "again", "steps": STEPS, "out": None, "mesh": "1", "log": tmp_path / "end.json"}
+    once = {"start": None, "steps": 3 * STEPS, "out": tmp_path / "once", "saved_after": 2 * STEPS, "mesh": "1"}
+    train_all([end, {**once, "log": tmp_path / "once.json"}], tmp_path)  # one mesh: it is compiled once
 
     loaded = memory(tmp_path / "end.start.json")
     assert int(loaded["step"]) == int(loaded["opt_state.0.count"]) == 2 * STEPS
@@ -115,3 +110,22 @@ def test_training_goes_on_in_torch_and_in_jax_again(tmp_path: Path) -> None:
         *json.loads((tmp_path / "end.json").read_text()),
     ]
     np.testing.assert_allclose(parts, whole, rtol=3e-6)
+    _check_differences(tmp_path, config)
+
+
+def _check_differences(folder: Path, config: Path) -> None:
+    """`ckpt diff` of runs of JAX and of torch, under the names of either."""
+    for names, count in (("hf", 30), ("maxtext", 12)):
+        options = ("--names", names, "--config", config, "--by", "state", "--json")
+        report = json.loads(diff("diff", folder / "begin", folder / "begin.pt", *options, "--tensors-only").out)
+        assert report["same"]
+        assert len(report["tensors"]) == 3 * count
+        # Two steps of torch after two of JAX, beside four of JAX.
+        report = json.loads(diff("diff", folder / "once", folder / "torch.pt", *options).out)
+        assert [one["name"] for one in report["tensors"] if one["kind"] not in ("equal", "changed")] == ["step"]
+        relative = {group["state"]: group["relative"] for group in report["groups"]}
+        assert relative.keys() == {"model", "exp_avg", "exp_avg_sq"}
+        assert 0 < max(relative.values()) < 3e-6
+        # What each parameter has counted is the same; JAX has its step in an array.
+        assert {value["name"] for value in report["values"]} == {"opt_state", "step"}
+        assert {value["kind"] for value in report["values"]} == {"extra"}

@@ -15,7 +15,7 @@ from ckpt_formats.core.tensor import with_replicas
 from ckpt_formats.names.config import CONFIG
 from ckpt_formats.names.describe import ModelDescription, by_config_alone, of_present
 from ckpt_formats.names.scaled import Scaling, scaled, scalings
-from ckpt_formats.names.scanned import ALL, Scan, one_by_one, scan_of, scanned
+from ckpt_formats.names.scanned import ALL, Scan, are_scanned, one_by_one, scan_of, scanned
 from ckpt_formats.names.tables import Dialect, changed_dialect, dialect
 from ckpt_formats.names.translate import NATIVE, translated, without
 
@@ -83,6 +83,17 @@ def from_native(
     if name == MAXTEXT:
         renamed = scaled(renamed, _scalings(description), "MaxText", back=True, allow_rounding=allow_rounding)
     return replace(renamed, extras={**source.extras, CONFIG: dict(description.config)})
+
+
+def with_scanned_layers(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+    """A checkpoint with MaxText's names, in which layers are scanned, as `to_native` returns them. Lazy.
+
+    Raises: UnsupportedError for a model whose names are not known, or whose layers cannot be scanned.
+    """
+    if are_scanned(source):
+        return source
+    scan = _scan(by_config_alone(source, config, None))
+    return scanned(one_by_one(source, scan), scan)
 
 
 def _with_one_head(source: Checkpoint, description: ModelDescription, name: str) -> Checkpoint:

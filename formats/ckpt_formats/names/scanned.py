@@ -67,6 +67,12 @@ def scan_of(kind: str, layers: int, moe_layers: Sequence[bool] | None) -> Scan:
     return scan
 
 
+def are_scanned(source: Checkpoint) -> bool:
+    """Whether no tensor is one of a single layer, but for the layers behind the last cycle."""
+    matches = (_NAME.fullmatch(name) for name, one in source.parameters.items() if one.role != "extra")
+    return not any(match["layer"] for match in matches if match)
+
+
 def one_by_one(source: Checkpoint, scan: Scan) -> Checkpoint:
     """The checkpoint with its layers one by one, as `decoder.layers_L`, lazily.
 

@@ -1,6 +1,9 @@
-"""Train the decoder of `llama.py` with optax: `train.py JOBS`, a JSON list of {start, steps, out, mesh, log}.
+"""Train the decoder of `llama.py` with optax: `train.py JOBS`.
 
-`start` is a checkpoint that Orbax restores strictly into a `TrainState`; `out` is saved by Orbax. Both may be null.
+JOBS is a JSON list of {start, steps, out, saved_after, mesh, log}.
+
+`start` is a checkpoint that Orbax restores strictly into a `TrainState`; `out` is saved by Orbax, after so many steps.
+Both may be null.
 """
 
 from __future__ import annotations
@@ -36,12 +39,12 @@ def main(jobs: list[dict[str, Any]]) -> None:
                 state = checkpointer.restore(Path(job["start"]).absolute(), template)
                 write_truth(state, Path(job["log"]).with_suffix(".start.json"))
             losses = []
-            for _ in range(job["steps"]):
+            for step in range(1, job["steps"] + 1):
                 state, value = advance(state, llama.batch(int(state.step)))
                 losses.append(float(value))
-            if job["out"]:
-                checkpointer.save(Path(job["out"]).absolute(), state)
-                checkpointer.wait_until_finished()
+                if job["out"] and step == job["saved_after"]:
+                    checkpointer.save(Path(job["out"]).absolute(), state)
+                    checkpointer.wait_until_finished()
         write_truth(state, Path(job["log"]).with_suffix(".end.json"))
         Path(job["log"]).write_text(json.dumps(losses))
 

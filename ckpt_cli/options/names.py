@@ -1,0 +1,79 @@
+"""The names under which a command compares checkpoints of one model that different libraries wrote."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import click
+
+from ckpt_cli.options.groups import with_options
+from ckpt_cli.options.source import NAMINGS, allow_rounding
+
+if TYPE_CHECKING:
+    from ckpt_formats.core.checkpoint import Checkpoint
+    from ckpt_formats.core.format import Naming
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OPTIONS = (
+    click.option(
+        "--names",
+        type=click.Choice(NAMINGS),
+        help="Compare under these names: translate each checkpoint that has others, with its optimizer states.",
+    ),
+    click.option(
+        "--config",
+        type=click.Path(readable=False, path_type=Path),
+        help="With --names: config.json, or the folder with it.  [default: that of each checkpoint, else of another]",
+    ),
+    allow_rounding,
+)
+
+
+def named_alike(command: F) -> F:
+    """`--names`, `--config` and `--allow-rounding`; the command gets all checkpoints under these names."""
+
+    @wraps(command)
+    def wrapper(
+        *args: Any,
+        checkpoints: "tuple[Checkpoint, ...]",
+        names: "Naming | None",
+        config: Path | None,
+        allow_rounding: bool,
+        **arguments: Any,
+    ) -> Any:
+        if names is not None:
+            if arguments.get("delta") is not None:
+                raise click.UsageError("-o writes SECOND under its own names: give no --names, or convert it first.")
+            checkpoints = tuple(_translated(checkpoints, names, config, allow_rounding))
+        elif config is not None or allow_rounding:
+            option = "--config" if config is not None else "--allow-rounding"
+            raise click.UsageError(f"{option} is about the translation of names: give --names, too.")
+        return command(*args, checkpoints=checkpoints, **arguments)
+
+    return cast(F, with_options(wrapper, *_OPTIONS, group="Names"))
+
+
+def _translated(
+    checkpoints: "Sequence[Checkpoint]", naming: "Naming", config: Path | None, allow_rounding: bool
+) -> "Iterator[Checkpoint]":
+    """The checkpoints under the names of one library. The model's configuration comes with one of them, or from the
+    user; only those that it came with have it among their extras."""
+    from dataclasses import replace
+
+    from ckpt.rename import use_names
+    from ckpt_cli import reading
+    from ckpt_formats.names.config import CONFIG
+    from ckpt_formats.names.describe import config_of
+
+    known = None if config else next((one for one in checkpoints if config_of(one)), None)
+    for checkpoint in checkpoints:
+        source, has_own = checkpoint, config_of(checkpoint) is not None
+        if not has_own and known is not None:
+            source = replace(checkpoint, extras={**checkpoint.extras, CONFIG: known.extras[CONFIG]})
+        renamed = reading.noted(use_names(source, naming, config, allow_rounding=allow_rounding))
+        if has_own:
+            yield renamed
+        else:
+            yield replace(renamed, extras={key: value for key, value in renamed.extras.items() if key != CONFIG})
