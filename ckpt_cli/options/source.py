@@ -123,19 +123,21 @@ def with_checkpoints_inside(path: str) -> "tuple[str | Path, list[Path]]":
 
 def is_family(place: "Path | str") -> bool:
     """Whether a path is that of a family of models, of which a command reads one that the path names."""
-    from ckpt_formats.universal.chain import chain_file
+    if isinstance(place, str) or not place.is_dir():
+        return False
+    from ckpt_formats.universal.chain import chain_file  # not for a file, which every command may read
 
-    if isinstance(place, str) or not (place / chain_file.NAME).is_file():
+    if not (place / chain_file.NAME).is_file():
         return False
     return chain_file.load(place / chain_file.NAME).is_family
 
 
 def models_of(place: "Path | str") -> "list[Path]":
     """The paths of all models, if a path is that of a family of models; else none."""
-    from ckpt_formats.universal.chain import chain_file
-
     if isinstance(place, str) or not is_family(place):
         return []
+    from ckpt_formats.universal.chain import chain_file
+
     members = chain_file.load(place / chain_file.NAME).members
     return [place.with_name(f"{place.name}@{member.name}") for member in members]
 
