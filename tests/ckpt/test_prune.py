@@ -83,7 +83,7 @@ def test_prune_keeps_what_rules_and_pointers_name_and_removes_the_rest(run: Path
     [
         ("daily:2", [100, 80]),
         ("daily:9", [100, 80, 50, 20]),
-        ("weekly:1", [100]),
+        ("weekly:2", [100]),
         ("monthly:3,hourly:1", [100]),
         ("yearly:1,every:30", [100, 90, 60, 30, 0]),
         ("last:1", [100]),
@@ -119,6 +119,13 @@ def test_prune_removes_nothing_until_a_newer_one_is_whole_and_unchanged(tmp_path
     assert names(ckpt.runs.prune(tmp_path, "last:1", unchanged_for=0).removed) == ["step-0"]
 
 
+def test_prune_leaves_an_old_checkpoint_that_changed_a_moment_ago(tmp_path: Path) -> None:
+    for step in (1, 2):
+        model(tmp_path / f"step-{step}", step)
+    os.utime(tmp_path / "step-1" / "model.safetensors")  # a job that resumed from it writes it again
+    assert [one.reason for one in ckpt.runs.prune(tmp_path, "last:1").retained] == ["last:1", "changed a moment ago"]
+
+
 def test_prune_keeps_a_checkpoint_from_which_a_kept_one_reads(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         model(tmp_path / f"step-{step}", step)
@@ -130,6 +137,22 @@ def test_prune_keeps_a_checkpoint_from_which_a_kept_one_reads(tmp_path: Path) ->
         (2, "another one that stays reads from it"),
         (1, "another one that stays reads from it"),
     ]
+
+
+def test_prune_keeps_the_parents_of_a_delta_that_stays(tmp_path: Path, server: StoreServer, user: object) -> None:
+    values, run = np.arange(1 << 12, dtype=np.float32), tmp_path / "run"
+    run.mkdir()
+    for step in range(4):
+        save_file({"w": values + (values % 50 < step)}, whole := tmp_path / "whole.safetensors")
+        if step < 2:
+            ckpt.save(ckpt.open(whole), run / f"step-{step}")
+        else:
+            assert not command("diff", run / f"step-{step - 1}", whole, "-o", run / f"step-{step}").code
+    for place in (run, server.put("run", run)):
+        result = ckpt.runs.prune(place, "last:1", unchanged_for=0, dry_run=True)
+        assert [one.step for one in result.retained] == [3, 2, 1], place
+        assert {one.reason for one in result.retained[1:]} == {"another one that stays reads from it"}
+        assert names(result.removed) == ["step-0"]
 
 
 def test_prune_removes_single_files_of_a_run(tmp_path: Path) -> None:

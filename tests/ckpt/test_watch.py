@@ -154,10 +154,12 @@ def test_watch_command_prints_a_line_for_each_event(tmp_path: Path) -> None:
         jsonschema.Draft202012Validator(SCHEMA).validate(line)
     shutil.rmtree(run / "checkpoint-0")
     assert "nothing is new" in command(*words[:-1]).out
+    (tmp_path / "link").symlink_to(run)
     for wrong, code, says in (
         ((run / "checkpoint-2", place), USAGE, "one checkpoint, not the folder of a run"),
         ((tmp_path / "gone", place), NOT_FOUND, "no such folder"),
         ((run, tmp_path / "copies", "--base-every", "2"), USAGE, "for a chain"),
+        ((run, tmp_path / "link" / "copies"), USAGE, "is in the folder of the run"),
         ((run, place, "--keep", "newest"), USAGE, "last:N"),
     ):
         ran = command("watch", *wrong, "--once", "--interval", "0.05s")

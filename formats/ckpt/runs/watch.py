@@ -164,8 +164,8 @@ def watch(
 
 def _check_apart(run: Path, target: Path) -> None:
     """Raise `InvalidArgumentError` if the target would be in the run itself, where it would be one more checkpoint."""
-    own, other = (f"{one if is_remote(one) else one.absolute()}/" for one in (run, target))
-    if other.startswith(own):
+    own, other = run.resolve(), target.resolve()
+    if is_remote(own) == is_remote(other) and own in (other, *other.parents):
         hint = "Name a place outside of the run."
         raise InvalidArgumentError(
             "is in the folder of the run, whose checkpoints are watched", where=target, hint=hint
