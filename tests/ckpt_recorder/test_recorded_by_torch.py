@@ -1,6 +1,7 @@
 """Steps that torch's own optimizers replay: of 16-bit weights without masters, and of whole matrices."""
 
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,24 @@ def record(
             optimizer.step()
             truths.append(truth_of(model, optimizer))
     return recorder, truths
+
+
+@pytest.mark.slow
+def test_a_recorder_looks_for_methods_of_packages_once_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, searches = metadata.entry_points, []
+
+    def counted(**options: str) -> metadata.EntryPoints:
+        searches.append(options)
+        return search(**options)
+
+    monkeypatch.setattr(metadata, "entry_points", counted)
+    model, chain = nn.Linear(9, 5).bfloat16(), tmp_path / "run.chain"
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    record(model, optimizer, torch.randn(5, 9).bfloat16(), chain)
+    assert method_of(chain) == {"torch"}
+    assert len([one for one in searches if one.get("group") == "ckpt.optimizers"]) <= 1
 
 
 def method_of(chain: Path) -> set[str]:

@@ -1,13 +1,19 @@
 """The arithmetic of a step, from the options that a parameter group had at that step."""
 
+import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.optimizers import Adagrad, Adam, DeepSpeedCpuAdam, Lion, OptimizerStep, Sgd
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.values import Value
 from ckpt_formats.universal.gradients.layout import LoggedOptimizer
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 Options = Mapping[str, Value]
 Make = Callable[[Options], OptimizerStep]
@@ -110,15 +116,26 @@ def step_of(optimizer: LoggedOptimizer, options: Options, where: Path, dtype: st
 
 
 def _load_entry_point(optimizer: LoggedOptimizer, where: Path) -> Callable[..., OptimizerStep]:
-    from importlib.metadata import entry_points
-
-    for entry_point in entry_points(group=ENTRY_POINTS, name=optimizer.method):
+    for entry_point in _entries(tuple(sys.path)):
+        if entry_point.name != optimizer.method:
+            continue
         try:
             load: Callable[..., OptimizerStep] = entry_point.load()
         except ImportError as error:
             raise _missing(optimizer, where, str(error)) from None
         return load
     raise _missing(optimizer, where, "no installed package provides it")
+
+
+@cache
+def _entries(path: tuple[str, ...]) -> "tuple[EntryPoint, ...]":
+    """The methods that installed packages name. To look for them takes some 40 ms, and each tensor asks at each step.
+
+    `path`: where packages are.
+    """
+    from importlib.metadata import entry_points
+
+    return tuple(entry_points(group=ENTRY_POINTS))
 
 
 def _missing(optimizer: LoggedOptimizer, where: Path, why: str) -> UnsupportedError:
