@@ -54,7 +54,9 @@ def copied(function: F) -> F:
         **arguments: Any,
     ) -> Any:
         if protect is not None and (update or follow or is_url(click.get_current_context().params["target"])):
-            raise click.UsageError("--protect writes parity in the file system only, for a copy that is complete.")
+            raise click.UsageError(
+                "--protect writes parity of a complete copy in the file system only: or run `ckpt protect URL`."
+            )
         if (update or follow) and (everything or dry_run):
             raise click.UsageError("--update and --follow take neither --all nor --dry-run")
         given = Copied(everything, update or follow, every if follow else None, dry_run, protect)

@@ -28,7 +28,7 @@ _DEFAULT = "balanced"
 """The preset if only a bound is given."""
 _BOUND = click.FloatRange(min=0, min_open=True)
 
-_ONLY_LOCAL = "--protect writes parity in the file system only."
+_ONLY_LOCAL = "--protect writes parity of a state in the file system only: `ckpt protect URL` does so in a bucket."
 
 _STEP = click.option("--step", type=numbers(Count), help="The step, if the checkpoint states none or another one.")
 

@@ -22,7 +22,7 @@ class ProtectOptions:
     by: str
     domains: Path | None
     jump: int
-    into: tuple[Path, ...]
+    into: tuple[str, ...]
     overwrite: bool
 
 
@@ -31,7 +31,7 @@ class RepairOptions:
     """Where copies of files are, and where parity is."""
 
     others: tuple[str, ...]
-    parity: tuple[Path, ...]
+    parity: tuple[str, ...]
 
 
 _LOSE = click.option(
@@ -64,10 +64,10 @@ _JUMP = click.option(
 )
 _INTO = click.option(
     "--into",
-    type=click.Path(file_okay=False, readable=False, path_type=Path),
+    type=CheckpointPath(),
     multiple=True,
-    metavar="FOLDER",
-    help="Keep the parity there; given several times, in turn: on other disks or machines.",
+    metavar="PLACE",
+    help="Keep the parity in this folder or URL; given several times, in turn: on other disks or machines.",
 )
 _OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace parity that is there.")
 _FROM = click.option(
@@ -80,10 +80,10 @@ _FROM = click.option(
 )
 _PARITY = click.option(
     "--parity",
-    type=click.Path(file_okay=False, readable=False, path_type=Path),
+    type=CheckpointPath(),
     multiple=True,
-    metavar="FOLDER",
-    help="The folders of --into, if they are not where they were.",
+    metavar="PLACE",
+    help="The folders and URLs of --into, where they are now: nothing is read or written that you do not name.",
 )
 
 

@@ -242,7 +242,7 @@ def _check_protected(target: str) -> None:
     from ckpt_formats.stores.location import is_url
 
     if is_url(target):
-        raise click.UsageError("--protect writes parity in the file system only: write a folder, then `ckpt copy` it.")
+        raise click.UsageError("--protect writes parity in the file system only: run `ckpt protect URL` afterwards.")
 
 
 def target(default: str) -> Callable[[F], F]:

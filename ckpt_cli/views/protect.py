@@ -65,7 +65,7 @@ def protection_json(of: Protection) -> dict[str, Any]:
 
 
 def repair(
-    path: str, others: Sequence[str], parity: Sequence[Path], dry_run: bool, resources: Execution, as_json: bool
+    path: str, others: Sequence[str], parity: Sequence[str], dry_run: bool, resources: Execution, as_json: bool
 ) -> bool:
     """Repair files, and show which ones. Returns whether all that was damaged is, or can be, repaired."""
     from ckpt.protection.repair import repair as repair_files
@@ -84,7 +84,9 @@ def _show(done: "Repair") -> None:
     _show_rows(done)
     place, read = printable(str(done.path)), format_nbytes(done.nbytes)
     if not done.damaged:
-        conclude(f"ok: {place}: {read} of data and parity fit their hashes")
+        what = "data" if done.unnamed_parity else "data and parity"
+        conclude(f"ok: {place}: {read} of {what} fit their hashes")
+        _note_unnamed(done)
         return
     if done.lost_tensors:
         conclude(f"lost tensors: {list_names(list(done.lost_tensors), printable, _MAX_TENSORS)}")
@@ -95,7 +97,15 @@ def _show(done: "Repair") -> None:
             f"LOST: {file_count(len(done.unrepairable))} cannot be repaired: more is lost than parity replaces; {text}"
         )
         notes.note("with copies of these files, perhaps older ones: ckpt repair --from OTHER")
+    _note_unnamed(done)
     conclude(text)
+
+
+def _note_unnamed(done: "Repair") -> None:
+    """Note where parity lies that was not read, and the option that names it."""
+    if done.unnamed_parity:
+        places = " ".join(f"--parity {printable(one)}" for one in done.unnamed_parity)
+        notes.note(f"its parity is elsewhere and was not read; if you know the place, name it: {places}")
 
 
 def _show_rows(done: "Repair") -> None:
@@ -126,6 +136,7 @@ def _repair_json(done: "Repair") -> dict[str, Any]:
         "damaged": list(map(damaged_json, done.damaged)),
         "unrepairable": [str(one.path) for one in done.unrepairable],
         "lost_tensors": list(done.lost_tensors),
+        "unnamed_parity": list(done.unnamed_parity),
     }
 
 
@@ -149,7 +160,7 @@ def verify_parity(folders: Sequence[Path], resources: Resources, ok: bool, verif
     """
     from ckpt.protection.repair import repair as repair_files
 
-    is_whole, nbytes, damaged = True, 0, list["DamagedFile"]()
+    is_whole, nbytes, damaged, is_read = True, 0, list["DamagedFile"](), True
     for folder in folders:
         try:
             with progress_bar("comparing with parity") as progress:
@@ -161,13 +172,16 @@ def verify_parity(folders: Sequence[Path], resources: Resources, ok: bool, verif
             continue
         is_whole, nbytes = is_whole and not done.damaged, nbytes + done.nbytes
         damaged += done.damaged
+        is_read = is_read and not done.unnamed_parity
+        _note_unnamed(done)
         if done.damaged and verified is None:
             _show_differences(done)
     if verified is not None:
         fields = {"ok": is_whole, "nbytes": nbytes, "damaged": list(map(damaged_json, damaged))}
         data({**verified, "ok": ok and is_whole, "parity": fields})
     elif is_whole:
-        conclude(f"parity: {format_nbytes(nbytes)} of data and parity fit their hashes")
+        what = "data and parity" if is_read else "data"
+        conclude(f"parity: {format_nbytes(nbytes)} of {what} fit their hashes")
     return ok and is_whole
 
 

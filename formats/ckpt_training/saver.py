@@ -476,7 +476,9 @@ def _check_protect(protect: int | None, target: Path) -> None:
     if isinstance(protect, bool) or not isinstance(protect, int) or not 1 <= protect <= MAX_LOST:
         raise InvalidArgumentError(f"protect={protect!r:.40} is not an integer from 1 to {MAX_LOST}")
     if is_remote(target):
-        raise UnsupportedError("parity is written in the file system only", hint="Leave out protect.")
+        raise UnsupportedError(
+            "a save has parity in the file system only", hint="Leave out protect, and run `ckpt protect URL`."
+        )
 
 
 def _keys_of(format: DCP) -> StateKeys:

@@ -203,13 +203,37 @@ def test_parity_elsewhere_is_replaced_where_it_is_and_other_folders_are_refused(
     ckpt.protect(root, 2, into=places, overwrite=True, resources=TWO)
     for name in "xy":
         (root / name).unlink()
-    assert not ckpt.repair(root, resources=TWO).unrepairable
+    assert not ckpt.repair(root, parity=places, resources=TWO).unrepairable
     assert (root / "x").read_bytes() == b"longer" * 50
     shutil.copytree(root, tmp_path / "other", ignore=shutil.ignore_patterns(".ckpt-parity"))
     with pytest.raises(ckpt.CkptError, match="exists already"):
         ckpt.protect(tmp_path / "other", 1, into=places, overwrite=True, resources=TWO)
-    assert not ckpt.repair(root, resources=TWO).damaged
+    assert not ckpt.repair(root, parity=places, resources=TWO).damaged
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "other", "run"]
+
+
+def test_repair_reads_and_writes_no_place_that_only_the_manifest_names(tmp_path: Path) -> None:
+    root, place = tmp_path / "run", tmp_path / "place"
+    fill(root, {name: os.urandom(99) for name in "xyz"})
+    ckpt.protect(root, 1, into=[place], resources=TWO)
+    shutil.rmtree(place / "0")
+    whole, elsewhere = contents_of(root), contents_of(place)
+    done = ckpt.repair(root, resources=TWO)
+    assert (done.damaged, done.unnamed_parity) == ((), (str(place),))
+    (root / "x").unlink()
+    lost = command("repair", root)
+    assert (lost.code, f"--parity {place}" in lost.err) == (BROKEN, True)
+    assert command("convert", f"parity://{root}", tmp_path / "out").code != 0
+    assert contents_of(place) == elsewhere
+    (root / "x").write_bytes(whole["x"])
+    assert command("repair", root, "--parity", place).code == 0
+    assert (place / "0" / "group-000").stat().st_size == 99
+    # Nor through a link in place of the parity's own folder.
+    shutil.rmtree(root / ".ckpt-parity")
+    (root / ".ckpt-parity").symlink_to(place)
+    (place / "0" / "manifest").unlink()
+    assert command("repair", root).code == 21
+    assert not (place / "0" / "manifest").exists()
 
 
 @pytest.mark.slow
@@ -267,10 +291,9 @@ def test_protect_and_repair_refuse_what_they_cannot_do(run: Path, tmp_path: Path
     for arguments, code, text in [
         (("protect", tmp_path / "empty"), NOT_FOUND, "no file with content"),
         (("protect", tmp_path / "file", "--by", "folder"), 2, "parts of its own"),
-        (("protect", "s3://bucket/key"), 22, "ckpt copy"),
         (("protect", ZERO1, "--by", "rack"), 2, "node:N"),
         (("protect", ZERO1, "--into", ZERO1), 2, "--into"),
-        (("protect", ZERO1, "--into", "s3://bucket/key"), 22, "file system only"),
+        (("protect", ZERO1, "--into", "hf://organisation/model"), 22, "does not write to the Hugging Face Hub"),
         (("protect", ZERO1, "--jump", 99), 2, "jump=99"),
         (("repair", ZERO1), NOT_FOUND, "ckpt protect"),
     ]:

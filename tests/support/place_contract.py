@@ -104,6 +104,15 @@ def _check_files_appear_whole_and_once(place: Place, scratch: Path) -> None:
         assert opened.tag_if_equal("a/b/data", file("two", b"other data")) is None
         assert opened.tag_if_equal("never there", file("two", b"")) is None
     assert list(place.list()) == ["a/b/data"]
+    opened_large = bytes(50_000)  # in parts, where a store takes them
+    for content in (b"newer", opened_large):
+        place.replace_from("a/b/data", file("one", content), place.head("a/b/data"))
+        assert bytes(place.read_range("a/b/data", 0, len(content))) == content
+        for other in (entry, None):
+            with pytest.raises(FileExistsError):
+                place.replace_from("a/b/data", file("one", content), other)
+    place.replace_from("a/b/new", file("one", b"new"), None)
+    assert sorted(place.list()) == ["a/b/data", "a/b/new"]
 
 
 def _check_removal_begins_with_the_first_name(place: Place, scratch: Path) -> None:

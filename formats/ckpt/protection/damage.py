@@ -123,7 +123,7 @@ def file_nbytes(path: Path, otherwise: int = -1) -> int:
 
 def nbytes_to_scan(folder: ProtectedFolder) -> int:
     """The bytes that `find_damage` counts."""
-    return folder.manifest.nbytes + folder.manifest.parity_nbytes
+    return folder.manifest.nbytes + (folder.manifest.parity_nbytes if folder.places else 0)
 
 
 def find_damage(
@@ -197,7 +197,7 @@ def _scan(
         return wrong
 
     with (
-        ThreadReaders(folder.manifest.parities) as threads,
+        ThreadReaders(len(folder.places)) as threads,
         ThreadPoolExecutor(resources.workers, "ckpt") as pool,
     ):
         results = run_tasks(pool, scan, range(0, len(stripes), _TOGETHER), 2 * resources.workers)
@@ -218,7 +218,7 @@ def _scan_stripe(
     blocks = {at: folder.place(at) for at in folder.blocks_of(*stripe)}
     absent = [at for at, place in blocks.items() if place.offset + place.nbytes > nbytes[place.path]]
     there = [at for at in blocks if at not in absent]
-    is_rebuilt = rebuilt is not None and len(absent) <= folder.manifest.parities and all(map(rebuilt.takes, absent))
+    is_rebuilt = rebuilt is not None and len(absent) <= len(folder.places) and all(map(rebuilt.takes, absent))
     wanted = absent if is_rebuilt else []
     factors = recovery_factors(folder, wanted, there) if wanted else np.zeros((0, len(there)), np.uint8)
     longest = folder.manifest.groups[stripe[0]].stripe_nbytes[stripe[1]]
@@ -232,16 +232,9 @@ def _scan_stripe(
     return [*wrong.items(), *((at, None) for at in absent)]
 
 
-def _hash(reader: Reader, place: BlockPlace, buffer: Array) -> bytes | None:
-    try:
-        return read_block(reader, place, buffer[: place.nbytes])
-    except CkptError:
-        return None
-
-
 def _has(folder: ProtectedFolder, at: BlockAddress, place: BlockPlace) -> bool:
     with Reader(check=False) as reader:
-        return _hash(reader, place, np.empty(place.nbytes, np.uint8)) == folder.hash(at)
+        return read_block(reader, place, np.empty(place.nbytes, np.uint8)) == folder.hash(at)
 
 
 def _misplaced(
@@ -262,7 +255,7 @@ def _too_many(folder: ProtectedFolder, bad: Iterable[BlockAddress]) -> Iterator[
     for at in bad:
         stripes[at.group, at.stripe].append(at)
     for own in stripes.values():
-        if len(own) > folder.manifest.parities:
+        if len(own) > len(folder.places):
             yield from own
 
 
@@ -281,7 +274,4 @@ class FoundBlocks(BlockSource):
         place = self._damage.elsewhere.get(at)
         if place is None:
             return at not in self._damage.bad and super().fetch(at, out)
-        try:
-            return read_block(self.reader, place, out) == self.folder.hash(at)
-        except CkptError:
-            return False
+        return read_block(self.reader, place, out) == self.folder.hash(at)

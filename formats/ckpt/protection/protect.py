@@ -10,8 +10,8 @@ import shutil
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,28 +22,31 @@ from ckpt.job import AnyProgress, count_to
 from ckpt.pipeline import Resources
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.interrupts import interruptible
+from ckpt.pipeline.lease import hold
+from ckpt.pipeline.scratch import scratch_folder
 from ckpt.protection.domains import domains_of, groups_of, parts_of
 from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import Checked, Count, LocalPath, Range, StrPath, checked
 from ckpt_formats.core.errors import (
     CkptError,
+    CorruptError,
     InvalidArgumentError,
-    LockedError,
     NotFoundError,
     OutputError,
-    UnsupportedError,
 )
 from ckpt_formats.core.files import write_at
 from ckpt_formats.core.folders import below
 from ckpt_formats.core.identity import Identity, check_unchanged
-from ckpt_formats.core.locking import lock, unwritable
+from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.own_folder import make_own
 from ckpt_formats.core.publish import exchange, flush, flush_all, rename_new
-from ckpt_formats.core.text import PARTIAL, printable
+from ckpt_formats.core.store_path import is_remote
+from ckpt_formats.core.text import PARTIAL
 from ckpt_formats.parity.blocks import (
     ProtectedFolder,
     ThreadReaders,
     encode_stripe,
+    manifest_copies,
     parity_file,
     parity_folder,
     places_of,
@@ -60,7 +63,7 @@ from ckpt_formats.parity.manifest import (
     check_names,
     read,
 )
-from ckpt_formats.stores.location import is_url
+from ckpt_formats.stores.location import listed_again, place_at, target_path
 
 Parities = Annotated[int, Range(1, MAX_LOST)]
 """How many domains may be lost."""
@@ -70,7 +73,7 @@ _PARTS = 16
 """For each part of a single file that may be lost, it has so many."""
 REPAIRED = ".ckpt-repaired"
 """The ending of a file that will replace a damaged one."""
-_PLAN, _JOURNAL = "plan.json", "journal"
+_PLAN, _JOURNAL, _UPLOAD = "plan.json", "journal", "upload-"
 _JOURNAL_EVERY = 1 << 30
 """Bytes of data after which what was computed is flushed and noted."""
 
@@ -100,6 +103,7 @@ class ProtectPlan:
     """What will be protected, and where its parity will be."""
 
     folder: ProtectedFolder
+    """The files, and the folders of the parities once they are published."""
     elsewhere: tuple[Path, ...]
     identities: dict[Path, Identity] = field(repr=False)
     overwrite: bool = False
@@ -133,11 +137,11 @@ def plan_protect(
     by: str = "file",
     domains: Path | None = None,
     jump: int = 1,
-    into: Sequence[Path] = (),
+    into: Sequence[StrPath] = (),
     overwrite: bool = False,
 ) -> ProtectPlan:
     """What `protect` would do. No file is read. Raises as `protect`."""
-    given = local_folder(path)
+    given = target_path(path)
     root = given.parent if given.is_file() else given
     if not root.is_dir():
         raise NotFoundError("is not a folder" if root.exists() else "there is nothing here", where=root)
@@ -149,7 +153,7 @@ def plan_protect(
         raise NotFoundError("holds no file with content", where=given)
     elsewhere = _elsewhere(given, into)
     base = parity_folder(given)
-    if not overwrite and os.path.lexists(base):
+    if not overwrite and ((base / NAME).exists() if is_remote(base) else os.path.lexists(base)):
         raise OutputError(
             "has parity already",
             where=base,
@@ -166,19 +170,14 @@ def plan_protect(
         groups = groups_of(domains_of(files, by, domains), lose, jump)
         kind = "table" if domains is not None else by
     manifest = ParityManifest(groups, lose, kind, tuple(map(str, elsewhere)))
-    work = _work(base), tuple(map(_work, elsewhere))
     name = given.name if given.is_file() else None
-    folder = ProtectedFolder(root, places_of(*work, lose), BlockHashes.empty(manifest), name)
+    folder = ProtectedFolder(root, places_of(base, elsewhere, lose), BlockHashes.empty(manifest), name)
     return ProtectPlan(folder, elsewhere, identities, overwrite)
 
 
-def _elsewhere(given: Path, into: Sequence[Path]) -> tuple[Path, ...]:
+def _elsewhere(given: Path, into: Sequence[StrPath]) -> tuple[Path, ...]:
     """The folders that get parity instead of the one at the checkpoint. Raises as `protect`."""
-    for one in into:
-        if is_url(str(one).replace(":/", "://", 1)):
-            hint = "Keep it in a folder, and copy that; or `ckpt copy` the checkpoint, which takes its parity along."
-            raise UnsupportedError("parity is written in the file system only", where=one, hint=hint)
-    elsewhere = tuple(one.absolute() for one in into)
+    elsewhere = tuple(target_path(one).absolute() for one in into)
     if any(given.resolve() in (one.resolve(), *one.resolve().parents) for one in elsewhere):
         raise InvalidArgumentError(
             "parity cannot be kept in the folder that it protects", where=given, hint="Leave out --into."
@@ -194,7 +193,7 @@ def protect(
     by: str = "file",
     domains: LocalPath | None = None,
     jump: Count = 1,
-    into: Sequence[LocalPath] = (),
+    into: Sequence[StrPath] = (),
     overwrite: bool = False,
     resources: Resources | None = None,
     progress: AnyProgress | None = None,
@@ -205,7 +204,8 @@ def protect(
     A single file is divided into parts, of which so many may be damaged; parity lies beside it.
 
     Args:
-        path: The folder of a checkpoint of any format, of several, or of a chain; or a single file.
+        path: The folder of a checkpoint of any format, of several, or of a chain; or a single file. A URL names one in
+            a bucket: it is read from there, and its parity is put beside it.
         lose: How many domains may be lost: that many times the largest domain is written.
         by: What a domain is, which is lost as a whole: `file`, `folder` (the first one in the path), or `node:N` (the
             files of N ranks, by the ranks in their names).
@@ -213,7 +213,7 @@ def protect(
         jump: Divide the domains into so many groups, each of which may lose `lose` of them. Ranks of a group are `jump`
             apart, so that neighbours, which share a host, are in different groups. With `by="node:1"`, a domain is a
             rank.
-        into: Folders that get the parities in turn, in place of the checkpoint's: on other disks or machines.
+        into: Folders or URLs that get the parities in turn, in place of the checkpoint's: on other disks or machines.
         overwrite: Replace parity that is there.
 
     Raises:
@@ -228,7 +228,7 @@ def protect(
         by=by,
         domains=None if domains is None else Path(domains),
         jump=jump,
-        into=tuple(map(Path, into)),
+        into=into,
         overwrite=overwrite,
     )
     return run_protect(plan, resources=resources, progress=progress)
@@ -242,14 +242,16 @@ def run_protect(
     root = plan.folder.root
     count_bytes = count_to(plan.folder.manifest.nbytes, progress)
     try:
-        with locked(plan.folder.base):
-            _take_back(plan)
-            journal = _Journal(_work(plan.folder.base), plan)
+        with ExitStack() as stack:
+            stack.enter_context(locked(plan.folder.base))
+            work = _Work(plan, stack.enter_context(scratch_for(plan.folder.base, resources)))
+            _take_back(plan, work)
+            journal = _Journal(work)
             journal.open()
             with journal, interruptible(count_bytes) as count:
-                _encode(plan, journal, resources, count)
-            check_unchanged(plan.identities)
-            _publish(plan)
+                _encode(work, journal, resources, count)
+            _check_unchanged(plan)
+            _publish(work)
     except OSError as error:
         if isinstance(error, CkptError):
             raise
@@ -263,50 +265,86 @@ def is_protected(name: str) -> bool:
     return not any(part.endswith(FOLDER) for part in parts) and not parts[-1].endswith((FOLDER + _LOCK, REPAIRED))
 
 
-def local_folder(path: StrPath) -> Path:
-    """The folder that a path names. Raises `UnsupportedError` for a URL."""
-    text = str(path) if isinstance(path, Path) else os.fspath(path)
-    if is_url(text):
-        hint = f"Copy it first: ckpt copy {printable(text)} FOLDER. A copy back takes the parity along."
-        raise UnsupportedError("parity is written and used in the file system only", where=printable(text), hint=hint)
-    return Path(text)
+def _check_unchanged(plan: ProtectPlan) -> None:
+    """Raise `CorruptError` or `IncompleteError` if a file is not the one that was read."""
+    root = plan.folder.root
+    if is_remote(root):  # its listing is that of the beginning
+        now = listed_again(root)
+        check_unchanged({now / path.relative_to(root): one for path, one in plan.identities.items()})
+    else:
+        check_unchanged(plan.identities)
 
 
 @contextmanager
 def locked(base: Path) -> Iterator[None]:
     """Within, no other process writes this parity, or repairs by it. Raises `LockedError`."""
-    file = base.with_name(base.name + _LOCK)
-    error = LockedError(
-        "another process writes parity or repairs here", where=base.parent, hint="Wait until it has ended."
-    )
-    with lock(file, error, required=False):
+    place, key = place_at(base.parent), base.name + _LOCK
+    with hold(place, key, base.parent, conditions=False, purpose="writing parity or repairing here"):
         try:
             yield
         finally:
-            file.unlink(missing_ok=True)
+            if place.local is not None:
+                place.delete([key])
 
 
-def _work(base: Path) -> Path:
-    """Where a folder grows until it is published."""
-    return base.with_name(base.name + PARTIAL)
+@contextmanager
+def scratch_for(path: Path, resources: Resources) -> Iterator[Path | None]:
+    """A folder for files on their way to a path, if that is in a store."""
+    if not is_remote(path):
+        yield None
+        return
+    with scratch_folder(None if resources.scratch is None else Path(resources.scratch)) as folder:
+        yield folder
 
 
-def _take_back(plan: ProtectPlan) -> None:
+class _Work:
+    """Where the folders with parity grow until they are published."""
+
+    def __init__(self, plan: ProtectPlan, scratch: Path | None) -> None:
+        """`scratch`: a folder for what is on its way to a store, if the protected folder is in one."""
+        self.plan = plan
+        own = plan.folder.base
+        self.folder = own.with_name(own.name + PARTIAL) if scratch is None or not is_remote(own) else scratch / "own"
+        """The one of the protected folder, which also has the journal."""
+        names = dict.fromkeys(plan.elsewhere)
+        self.elsewhere: dict[Path, Path] = {
+            # Not in the scratch folder, so that it is there when an interrupted run goes on.
+            base: self.folder / f"{_UPLOAD}{number}" if is_remote(base) else base.with_name(base.name + PARTIAL)
+            for number, base in enumerate(names)
+        }
+        folders = tuple(self.elsewhere[base] for base in plan.elsewhere)
+        places = places_of(self.folder, folders, plan.folder.manifest.parities)
+        self.grown = replace(plan.folder, places=places)
+        """The protected folder with the parities as they grow."""
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """All folders that grow, that of the protected folder first."""
+        return (self.folder, *self.elsewhere.values())
+
+
+def _take_back(plan: ProtectPlan, work: _Work) -> None:
     """Take back what a run has published elsewhere that died before all was.
 
     Raises `OutputError` for what is not ours.
     """
     for base in plan.bases[:-1]:
-        if not os.path.lexists(base) or (base.is_dir() and not any(base.iterdir())) or _is_replaced(plan, base):
+        is_there = base.exists() if is_remote(base) else os.path.lexists(base)
+        if not is_there or (base.is_dir() and not any(base.iterdir())) or _is_replaced(plan, base):
             continue
-        try:
-            is_own = read(base / NAME).manifest.header() == plan.folder.manifest.header()
-        except (OSError, CkptError):
-            is_own = False
-        if not is_own:
+        if not any(_is_equal(plan, copy) for copy in manifest_copies([base])):
             raise OutputError("exists already", where=base, hint="Choose another folder for --into, or remove it.")
-        shutil.rmtree(_work(base), ignore_errors=True)
-        os.rename(base, _work(base))
+        if not is_remote(base):  # what is in a store is removed when it is written anew
+            shutil.rmtree(work.elsewhere[base], ignore_errors=True)
+            os.rename(base, work.elsewhere[base])
+
+
+def _is_equal(plan: ProtectPlan, copy: Path) -> bool:
+    """Whether a manifest is of the same files, domains and places."""
+    try:
+        return read(copy).manifest.header() == plan.folder.manifest.header()
+    except (OSError, CkptError):
+        return False
 
 
 def _is_replaced(plan: ProtectPlan, base: Path) -> bool:
@@ -322,10 +360,10 @@ def _is_replaced(plan: ProtectPlan, base: Path) -> bool:
 class _Journal:
     """The stripes that are on the disk with their hashes, in the order of the manifest."""
 
-    def __init__(self, folder: Path, plan: ProtectPlan) -> None:
-        self._folder, self._plan = folder, plan
-        self._hashes, self._files = plan.folder.hashes, list[int]()
-        self._stripes = list(plan.folder.stripes())
+    def __init__(self, work: _Work) -> None:
+        self._folder, self._work, self._plan = work.folder, work, work.plan
+        self._hashes = work.plan.folder.hashes
+        self._stripes = list(work.plan.folder.stripes())
         self.done = 0
         """How many stripes are noted."""
         self._descriptor = -1
@@ -335,17 +373,17 @@ class _Journal:
         note = json.dumps(
             [self._plan.folder.manifest.header().decode(), [asdict(one) for one in self._plan.identities.values()]]
         ).encode()
-        works = [_work(base) for base in self._plan.bases]
-        if not (self._is_equal(note) and all(work.is_dir() for work in works)):
-            for work in works:
-                shutil.rmtree(work, ignore_errors=True)
-            for work in works:
-                work.parent.mkdir(parents=True, exist_ok=True)
-                make_own(work)
-            for place in self._plan.folder.places:
+        folders = self._work.folders
+        if not (self._is_equal(note) and all(folder.is_dir() for folder in folders)):
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+            for folder in folders:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                make_own(folder)
+            for place in self._work.grown.places:
                 place.mkdir()
             (self._folder / _JOURNAL).touch()
-            write_whole(self._folder / _PLAN, note)
+            _write_whole(self._folder / _PLAN, note)
         self._descriptor = os.open(self._folder / _JOURNAL, os.O_RDWR | os.O_CLOEXEC)
         self._read()
 
@@ -393,9 +431,9 @@ class _Journal:
         os.close(self._descriptor)
 
 
-def _encode(plan: ProtectPlan, journal: _Journal, resources: Resources, count: Callable[[int], None]) -> None:
+def _encode(work: _Work, journal: _Journal, resources: Resources, count: Callable[[int], None]) -> None:
     """Compute and write the parities of all stripes that are not noted."""
-    folder, parities = plan.folder, plan.folder.manifest.parities
+    folder, parities = work.grown, work.grown.manifest.parities
     stripes = list(folder.stripes())
     starts = [bisect_left(stripes, (number, 0)) for number in range(len(folder.manifest.groups) + 1)]
 
@@ -407,7 +445,7 @@ def _encode(plan: ProtectPlan, journal: _Journal, resources: Resources, count: C
     for number in range(journal.done):
         count(data_nbytes(number))
     with (
-        ThreadReaders(parities, plan.identities) as threads,
+        ThreadReaders(parities, work.plan.identities) as threads,
         ThreadPoolExecutor(resources.workers, "ckpt") as pool,
     ):
         for group, stop in enumerate(starts[1:]):
@@ -462,35 +500,64 @@ class _Outputs:
             os.close(file)
 
 
-def _publish(plan: ProtectPlan) -> None:
+def _publish(work: _Work) -> None:
     """Write the copies of the manifest, and give all folders their names: last the one in the protected folder."""
+    plan, own = work.plan, work.plan.folder.base
     data = plan.folder.hashes.to_bytes()
-    *others, own = plan.bases
-    for path in dict.fromkeys((*plan.folder.places, *map(_work, plan.bases))):
-        write_whole(path / NAME, data)
-    for name in (_PLAN, _JOURNAL):
-        (_work(own) / name).unlink(missing_ok=True)
-    for base in (*others, own):
-        _work(base).chmod(0o755)
-        flush_all(_work(base))
-    for base in others:
+    for path in dict.fromkeys((*work.grown.places, *work.folders)):
+        _write_whole(path / NAME, data)
+    for folder in work.folders:
+        folder.chmod(0o755)
+        flush_all(folder)
+    for base, folder in work.elsewhere.items():
+        if is_remote(base):
+            _upload(folder, base)
+            continue
         with suppress(OSError):
             base.rmdir()  # an empty one
-        _name(base, _is_replaced(plan, base))
-    _name(own, plan.overwrite and os.path.lexists(own))
+        _name(folder, base, _is_replaced(plan, base))
+    # Until here, an interrupted run goes on.
+    for name in (_PLAN, _JOURNAL):
+        (work.folder / name).unlink(missing_ok=True)
+    for folder in work.elsewhere.values():
+        if folder.parent == work.folder:
+            shutil.rmtree(folder)
+    if is_remote(own):
+        _upload(work.folder, own)
+    else:
+        flush(work.folder)
+        _name(work.folder, own, plan.overwrite and os.path.lexists(own))
 
 
-def _name(base: Path, is_replaced: bool) -> None:
+def _name(folder: Path, base: Path, is_replaced: bool) -> None:
     """Give a folder that has grown its name, at once, also if it replaces another one."""
     if is_replaced:
-        exchange(_work(base), base)
-        shutil.rmtree(_work(base))
+        exchange(folder, base)
+        shutil.rmtree(folder)
     else:
-        rename_new(_work(base), base)
+        rename_new(folder, base)
     flush(base.parent)
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def _upload(folder: Path, base: Path) -> None:
+    """Put a folder that has grown into a store: first a copy of the manifest, which says whose all is; last its own.
+
+    What was there before is removed, its manifest first: no store exchanges several objects at once.
+    """
+    place = place_at(base)
+    place.delete([NAME])
+    place.delete(list(place.list()))
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: (path == folder / NAME, path.name != NAME, path)):
+        key = path.relative_to(folder).as_posix()
+        try:
+            place.create_from(key, path, lambda: None)
+        except FileExistsError:
+            hint = "Run the command again when no other process writes there."
+            raise CorruptError("was written by another process", where=place.where(key), hint=hint) from None
+
+
+def _write_whole(path: Path, data: bytes) -> None:
     """Write a file that appears whole."""
     draft = path.with_name(f"{path.name}.new")
     draft.write_bytes(data)

@@ -23,14 +23,14 @@ from ckpt.protection.damage import (
     find_damage,
     nbytes_to_scan,
 )
-from ckpt.protection.protect import REPAIRED, local_folder, locked, write_whole
+from ckpt.protection.protect import REPAIRED, locked, scratch_for
 from ckpt_codecs.base import Array
-from ckpt_formats.core.arguments import Checked, Count, LocalPath, StrPath, checked
+from ckpt_formats.core.arguments import Checked, Count, StrPath, checked
 from ckpt_formats.core.errors import CkptError, CorruptError, OutputError, UnsafeError
 from ckpt_formats.core.files import write_at
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import unwritable
-from ckpt_formats.core.publish import flush
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.parity.blocks import (
     BlockAddress,
     BlockPlace,
@@ -41,9 +41,9 @@ from ckpt_formats.parity.blocks import (
     parity_file,
     recover,
 )
-from ckpt_formats.parity.manifest import NAME
+from ckpt_formats.parity.manifest import MAX_NBYTES, NAME
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.stores.location import source_path
+from ckpt_formats.stores.location import entry_at, place_at, source_path, target_path
 
 _FILES_AT_ONCE = 128
 _READ_BACK = 1 << 16
@@ -63,6 +63,8 @@ class Repair(Checked):
     """Whether the files that can be repaired are repaired."""
     lost_tensors: tuple[str, ...] = ()
     """The tensors with bytes in what cannot be repaired, if the headers of the checkpoint can be read."""
+    unnamed_parity: tuple[str, ...] = ()
+    """The folders and URLs that have the parity, by the manifest, and were not read: `parity` has to name them."""
 
     @property
     def unrepairable(self) -> tuple[DamagedFile, ...]:
@@ -75,7 +77,7 @@ def repair(
     path: StrPath,
     *,
     others: Sequence[StrPath] = (),
-    parity: Sequence[LocalPath] = (),
+    parity: Sequence[StrPath] = (),
     dry_run: bool = False,
     resources: Resources | None = None,
     progress: AnyProgress | None = None,
@@ -84,11 +86,12 @@ def repair(
 
     Each block is compared with its hash before it is written, and again when it is; a file is renamed into place when
     it is whole. What cannot be repaired is left as it is, and is in the result: `unrepairable`.
+    Only what the arguments name is read and written, whatever the manifest of the parity says.
 
     Args:
-        path: The folder or file that `protect` was given.
+        path: The folder, file or URL that `protect` was given.
         others: Folders or URLs with copies of files, perhaps older ones: blocks of theirs are used where hashes fit.
-        parity: The folders with the parity, if they are not where they were.
+        parity: The folders and URLs with the parity, if they are not with the files.
         dry_run: Write nothing.
 
     Raises:
@@ -98,8 +101,8 @@ def repair(
         LockedError: Another process protects or repairs the folder.
     """
     resources = resources or Resources.of_machine()
-    root = local_folder(path)
-    folder = find_parity(root, tuple(map(Path, parity)))
+    root = source_path(path) if dry_run else target_path(path)
+    folder = find_parity(root, tuple(source_path(one) if dry_run else target_path(one) for one in parity))
     copies = tuple(source_path(other) for other in others)
     nbytes = nbytes_to_scan(folder)
     count_bytes = count_to(nbytes, progress)
@@ -111,10 +114,10 @@ def repair(
             files = find_damage(folder, resources, count, copies, _repaired).files()
         else:
             try:
-                identities = {
-                    path: Identity.of(path.stat()) for path, _, _ in all_files(folder) if os.path.exists(path)
-                }
-                with _Rebuilt(folder) as rebuilt:
+                identities = {path: Identity.of(path.stat()) for path, _, _ in all_files(folder) if path.exists()}
+                in_store = next(filter(is_remote, (root, *folder.places)), root)
+                scratch = stack.enter_context(scratch_for(in_store, resources))
+                with _Rebuilt(folder, scratch) as rebuilt:
                     damage = find_damage(folder, resources, count, copies, _repaired, rebuilt)
                 files = damage.files()
                 _write(damage, files, rebuilt, identities, resources, count)
@@ -123,7 +126,14 @@ def repair(
                 if isinstance(error, CkptError):
                     raise
                 raise unwritable(error, root) from error
-    return Repair(path=root, damaged=files, nbytes=nbytes, written=not dry_run, lost_tensors=_tensors_in(root, files))
+    return Repair(
+        path=root,
+        damaged=files,
+        nbytes=nbytes,
+        written=not dry_run,
+        lost_tensors=_tensors_in(root, files),
+        unnamed_parity=folder.unnamed,
+    )
 
 
 def _tensors_in(root: Path, files: Sequence[DamagedFile]) -> tuple[str, ...]:
@@ -145,8 +155,15 @@ def _tensors_in(root: Path, files: Sequence[DamagedFile]) -> tuple[str, ...]:
 
 
 def _repaired(path: Path) -> Path:
-    """The file that will replace a damaged one."""
+    """The file beside a damaged one that will replace it, or has what is left of it."""
     return path.with_name(f".{path.name}{REPAIRED}")
+
+
+def _draft(path: Path, scratch: Path | None) -> Path:
+    """Where the file grows that will have this path: beside it, or in the scratch folder if the path is in a store."""
+    if not is_remote(path) or scratch is None:
+        return path
+    return scratch / xxhash.xxh3_128_hexdigest(str(path).encode("utf-8", "surrogateescape"))
 
 
 class _Rebuilt:
@@ -155,17 +172,19 @@ class _Rebuilt:
     Only of groups that have not lost more domains than parity replaces, and where no interrupted repair left anything.
     """
 
-    def __init__(self, folder: ProtectedFolder) -> None:
+    def __init__(self, folder: ProtectedFolder, scratch: Path | None) -> None:
+        """`scratch`: a folder for files on their way to a store."""
         self._folder, self._files = folder, dict[Path, int]()
+        self.scratch = scratch
         self.places: dict[BlockAddress, BlockPlace] = {}
 
     def __enter__(self) -> "_Rebuilt":
         for path, nbytes in _short_files(self._folder)[:_FILES_AT_ONCE]:
-            if os.path.lexists(_repaired(path)):
+            if _is_there(_repaired(path)):
                 continue
             with suppress(UnsafeError):
                 _make_parents(self._folder, path)
-                self._files[path] = _created(_repaired(path), path, nbytes)
+                self._files[path] = _created(_draft(_repaired(path), self.scratch), path, nbytes)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -178,12 +197,17 @@ class _Rebuilt:
     def put(self, at: BlockAddress, block: Array) -> None:
         place = self._folder.place(at)
         _put(self._folder, at, block, self._files[place.path])
-        self.places[at] = BlockPlace(_repaired(place.path), place.offset, place.nbytes)
+        self.places[at] = BlockPlace(_draft(_repaired(place.path), self.scratch), place.offset, place.nbytes)
 
     @property
     def paths(self) -> dict[Path, Path]:
         """The files by the paths that they are for."""
-        return {path: _repaired(path) for path in self._files}
+        return {path: _draft(_repaired(path), self.scratch) for path in self._files}
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a path has a file, an object or a link, which may lead nowhere."""
+    return path.exists() if is_remote(path) else os.path.lexists(path)
 
 
 def _short_files(folder: ProtectedFolder) -> list[tuple[Path, int]]:
@@ -195,7 +219,7 @@ def _short_files(folder: ProtectedFolder) -> list[tuple[Path, int]]:
         ends = [[(folder.root / file.name, file.start + file.nbytes) for file in one.files] for one in group.domains]
         ends += [[(parity_file(place, number), group.parity_nbytes)] for place in folder.places]
         short = [[path for path, end in column if actual[path] < end] for column in ends]
-        if sum(map(bool, short)) <= group.parities:
+        if sum(map(bool, short)) <= len(folder.places):
             result |= {path: lengths[path] for own in short for path in own}
     return list(result.items())
 
@@ -204,8 +228,9 @@ def _created(new: Path, path: Path, nbytes: int) -> int:
     """A new file of zeros that will replace another one, opened to read and write."""
     file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     os.ftruncate(file, nbytes)
-    with suppress(OSError):
-        os.fchmod(file, path.stat().st_mode & 0o777)
+    if not is_remote(path):
+        with suppress(OSError):
+            os.fchmod(file, path.stat().st_mode & 0o777)
     return file
 
 
@@ -237,25 +262,27 @@ def _write(
     for path in (*sorted(homeless), *paths):
         new = _repaired(path)
         # What an interrupted repair has left may be the only copy of a block: it stays until another one is whole.
-        outputs[path] = _repaired(new) if new in leftovers else new
+        outputs[path] = _draft(_repaired(new) if new in leftovers else new, rebuilt.scratch)
     incomplete = _incomplete(folder, list(outputs), rebuilt)
     # Files of which some are open together: a process may open so many.
     for first in range(0, len(incomplete), _FILES_AT_ONCE):
         some = {path: outputs[path] for path in incomplete[first : first + _FILES_AT_ONCE]}
         _fill(damage, some, lengths, rebuilt, resources, count)
-    for new in outputs.values():
-        flush(new)
     check_unchanged({path: identities[path] for path in paths if path in identities})
     if appeared := [path for path in paths if path not in identities and path.exists()]:
         raise CorruptError("appeared during the repair", where=appeared[0], hint="Repair it when nothing writes it.")
     for path, new in outputs.items():
-        os.replace(new, _repaired(path) if path in unrepairable else path)
-    for parent in {path.parent for path in outputs}:
-        flush(parent)
+        final = _repaired(path) if path in unrepairable else path
+        try:
+            place_at(final.parent).replace_from(final.name, new, entry_at(final))
+        except FileExistsError:
+            hint = "Repair it when nothing writes it."
+            raise CorruptError("was written during the repair", where=final, hint=hint) from None
     stay = homeless | {path for path in unrepairable if _repaired(path) in leftovers}
     for path in lengths.keys() - stay:
         for leftover in (_repaired(path), _repaired(_repaired(path))):
-            leftover.unlink(missing_ok=True)
+            if _is_there(leftover):
+                place_at(leftover.parent).delete([leftover.name])
 
 
 def _incomplete(folder: ProtectedFolder, paths: Sequence[Path], rebuilt: _Rebuilt) -> list[Path]:
@@ -267,6 +294,8 @@ def _incomplete(folder: ProtectedFolder, paths: Sequence[Path], rebuilt: _Rebuil
 
 def _make_parents(folder: ProtectedFolder, path: Path) -> None:
     """Make the folders of a file that are missing. Raises `UnsafeError` if one of them is a link."""
+    if is_remote(path):
+        return
     if path.is_relative_to(folder.root):
         for above in list(path.relative_to(folder.root).parents)[:-1]:
             if (folder.root / above).is_symlink():
@@ -286,7 +315,7 @@ def _fill(
     folder = damage.folder
     with (
         ExitStack() as stack,
-        ThreadReaders(folder.manifest.parities) as threads,
+        ThreadReaders(len(folder.places)) as threads,
         ThreadPoolExecutor(resources.workers, "ckpt") as pool,
     ):
         opened: dict[Path, int] = {}
@@ -356,9 +385,9 @@ def _hash_of(file: int, place: BlockPlace) -> bytes:
 def _renew_manifests(folder: ProtectedFolder) -> None:
     """Write the copies of the manifest that are missing or not whole."""
     data = folder.hashes.to_bytes()
-    for path in (folder.base / NAME, *(place / NAME for place in folder.places)):
-        with suppress(OSError):
-            if path.read_bytes() == data:
-                continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, data)
+    for base in dict.fromkeys((folder.base, *(place.parent for place in folder.places), *folder.places)):
+        _make_parents(folder, base / NAME)
+        place = place_at(base)
+        there = place.read(NAME, MAX_NBYTES) if (base / NAME).is_file() else None  # a pipe would block
+        if there is None or there[0] != data:
+            place.replace(NAME, data, None if there is None else there[1])

@@ -26,6 +26,7 @@ from ckpt_formats.parity.blocks import (
 )
 from ckpt_formats.parity.manifest import BLOCK_NBYTES
 from ckpt_formats.registry.location import checkpoints_in, is_checkpoint
+from ckpt_formats.stores.location import is_url
 
 MAX_FOLDERS = 1000
 """Folders that are looked at: the newest by name."""
@@ -44,14 +45,14 @@ class SurveyedFolder(Checked):
     domains: Count
     by: str | None
     """What a domain is: `file`, `folder`, `node:N` or `table`; `part` of a single file."""
-    elsewhere: tuple[Path, ...] = ()
-    """The folders that have the parities in turn, if they are not with the checkpoint."""
+    elsewhere: tuple[str, ...] = ()
+    """The folders and URLs that have the parities in turn, if they are not with the checkpoint."""
     unprotected: tuple[str, ...] = ()
     """Files that parity does not know: they are newer than it."""
     changed: tuple[str, ...] = ()
     """Files that are missing, or have another length or another content than was protected."""
     damaged_parity: tuple[Path, ...] = ()
-    """Files of parity that are missing or have another length."""
+    """Files of parity that are missing or have another length; of parity elsewhere, nothing is known."""
     is_on_one_disk: bool = False
     """Whether all files and all parity are in one file system."""
     problem: str | None = None
@@ -126,18 +127,19 @@ def _compared(path: Path, parity: ProtectedFolder, most: int) -> tuple[SurveyedF
     places = [(at, name) for at, name in _middle_blocks(parity) if name in newer][:most]
     changed += _of_another_content(parity, places)
     wrong = [path for path, nbytes, is_parity in all_files(parity) if is_parity and file_nbytes(path) != nbytes]
-    disks = {one.st_dev for one in there.values()} | {_device(place) for place in parity.places}
+    local = [Path(one) for one in parity.unnamed if not is_url(one)]
+    disks = {one.st_dev for one in there.values()} | {_device(place) for place in (*parity.places, *local)}
     return (
         SurveyedFolder(
             path=path,
             losses=manifest.parities,
             domains=sum(len(group.domains) for group in manifest.groups),
             by=manifest.by,
-            elsewhere=tuple(map(Path, manifest.elsewhere)),
+            elsewhere=manifest.elsewhere,
             unprotected=tuple(sorted(there.keys() - known.keys())),
             changed=tuple(sorted(changed)),
             damaged_parity=tuple(wrong),
-            is_on_one_disk=len(disks - {None}) == 1,
+            is_on_one_disk=len(disks - {None}) == 1 and len(local) == len(parity.unnamed),
         ),
         len(places),
     )
@@ -161,10 +163,7 @@ def _of_another_content(parity: ProtectedFolder, places: Iterable[tuple[BlockAdd
     with Reader(check=False) as reader:
         for at, name in places:
             place = parity.place(at)
-            try:
-                if read_block(reader, place, buffer[: place.nbytes]) != parity.hash(at):
-                    yield name
-            except CkptError:
+            if read_block(reader, place, buffer[: place.nbytes]) != parity.hash(at):
                 yield name
 
 

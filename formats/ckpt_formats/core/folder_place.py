@@ -14,7 +14,7 @@ from ckpt_formats.core import locking
 from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import LockedError
 from ckpt_formats.core.own_folder import create_own, draft_name, is_draft, read_own
-from ckpt_formats.core.place import Place, Version, absent, ends_early, too_large
+from ckpt_formats.core.place import ObjectEntry, Place, Version, absent, ends_early, too_large
 from ckpt_formats.core.publish import flush, flush_or_remove, rename_new
 from ckpt_formats.core.publish import replace as rename_over
 
@@ -145,6 +145,13 @@ class FolderPlace(Place):
             raise FileExistsError
         os.replace(file, key, dst_dir_fd=self.descriptor)
         return ""
+
+    def replace_from(self, key: str, file: Path, there: ObjectEntry | None) -> None:
+        flush(file)
+        if self.head(key) != there:
+            raise FileExistsError
+        rename_over(file, self.folder / key)
+        flush((self.folder / key).parent)
 
     def tag_if_equal(self, key: str, file: Path) -> str | None:
         """What has its final name is complete, and only the same job writes into this folder: sizes are compared."""

@@ -143,6 +143,14 @@ class Place(ReadPlace):
         """
 
     @abstractmethod
+    def replace_from(self, key: str, file: Path, there: ObjectEntry | None) -> None:
+        """Replace an object by a file, or create it if `there` is None. The file is then the place's, and durable.
+
+        `there`: what a listing or `head` said of the object. Raises `FileExistsError` if it is another one now. In a
+        folder this is exact among processes that hold the same lock.
+        """
+
+    @abstractmethod
     def tag_if_equal(self, key: str, file: Path) -> str | None:
         """The e_tag of an object if it is the file that another attempt of the same job has written; else None."""
 

@@ -15,6 +15,7 @@ from ckpt_codecs.native.parity import add_products
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import Reader, unreadable
 from ckpt_formats.core.identity import Identities
+from ckpt_formats.core.store_path import StoreError, is_remote, request
 from ckpt_formats.core.text import printable
 from ckpt_formats.parity.code import parity_matrix, recovery_matrix
 from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, NAME, BlockHashes, DomainGroup, ParityManifest, read
@@ -49,10 +50,15 @@ class ProtectedFolder:
 
     root: Path
     places: tuple[Path, ...]
-    """The folder of each parity."""
+    """The folder of each parity; none if they are elsewhere, in folders that the user has not named."""
     hashes: BlockHashes
     file: str | None = None
     """The name of the file, if only that is protected."""
+
+    @property
+    def path(self) -> Path:
+        """The folder, or the file in it, that is protected."""
+        return self.root if self.file is None else self.root / self.file
 
     @property
     def base(self) -> Path:
@@ -62,6 +68,11 @@ class ProtectedFolder:
     @property
     def manifest(self) -> ParityManifest:
         return self.hashes.manifest
+
+    @property
+    def unnamed(self) -> tuple[str, ...]:
+        """The folders and URLs that have the parity, by the manifest, if the user has not named them."""
+        return () if self.places else self.manifest.elsewhere
 
     def place(self, at: BlockAddress) -> BlockPlace:
         """Where a block should lie. It has no bytes if its domain has no block in this stripe."""
@@ -90,7 +101,7 @@ class ProtectedFolder:
     def blocks_of(self, group: int, stripe: int) -> Iterator[BlockAddress]:
         """The blocks of a stripe that have bytes."""
         own = self.manifest.groups[group]
-        for column in range(len(own.domains) + own.parities):
+        for column in range(len(own.domains) + len(self.places)):
             if own.block_nbytes(column, stripe):
                 yield BlockAddress(group, column, stripe)
 
@@ -115,7 +126,8 @@ def parity_folder(path: Path) -> Path:
 def find_parity(path: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
     """The parity of a folder, or of a file, by the first copy of its manifest that is whole.
 
-    `elsewhere`: the folders that have the parity now, if they are not where the manifest says.
+    `elsewhere`: the folders that have the parity now, if they are not in its own one. What a manifest says of folders
+    elsewhere is not followed: a checkpoint of a stranger would choose what is read and written.
 
     Raises `NotFoundError` if there is no copy, `CorruptError` if none is whole, or if it is that of another file.
     """
@@ -125,7 +137,11 @@ def find_parity(path: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
     errors = list[CkptError]()
     for copy in manifest_copies(folders):
         try:
+            if not copy.is_file():  # a pipe would block
+                continue
             hashes = read(copy)
+        except StoreError as error:
+            raise unreadable(error, copy) from error
         except OSError:
             continue
         except CkptError as error:
@@ -137,8 +153,8 @@ def find_parity(path: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
             hint = "Give both the names that they had, or protect the file with --overwrite."
             errors.append(CorruptError(f"is the parity of {names or 'no file'}", where=copy, hint=hint))
             continue
-        there = tuple(elsewhere) or tuple(map(Path, hashes.manifest.elsewhere))
-        return ProtectedFolder(root, places_of(base, there, hashes.manifest.parities), hashes, file)
+        known = 0 if hashes.manifest.elsewhere and not elsewhere else hashes.manifest.parities
+        return ProtectedFolder(root, places_of(base, elsewhere, known), hashes, file)
     if errors:
         raise errors[0]
     raise NotFoundError(
@@ -232,9 +248,17 @@ class ThreadReaders:
         return cast(Array, self._local.block)
 
 
-def read_block(reader: Reader, place: BlockPlace, out: Array) -> bytes:
-    """Fill `out`, (n,) uint8, with a block and zeros after it. Return its hash. Raises `CkptError` as `Reader`."""
-    reader.read_into(place.path, place.offset, out.data[: place.nbytes])
+def read_block(reader: Reader, place: BlockPlace, out: Array) -> bytes | None:
+    """Fill `out`, (n,) uint8, with a block and zeros after it. Return its hash; None if it cannot be read.
+
+    Raises `NotFoundError` if a store cannot be reached: this says nothing about its objects.
+    """
+    try:
+        reader.read_into(place.path, place.offset, out.data[: place.nbytes])
+    except CkptError as error:
+        if isinstance(error.__cause__, StoreError):
+            raise
+        return None
     out[place.nbytes :] = 0
     return xxhash.xxh3_128_digest(out[: place.nbytes].data)
 
@@ -253,8 +277,11 @@ def combine(
         some = places[first : first + at_once]
         factors = np.ascontiguousarray(matrix[:, first : first + len(some)])
         blocks = [_SlicedBlock(reader, place) for place in some]
-        # What is only hashed needs no memory of its own.
-        step = _SLICE_NBYTES if len(matrix) else BLOCK_NBYTES
+        for place in some:
+            request(place.path, place.offset, place.nbytes)
+        # What is only hashed needs no memory of its own; a store is asked for whole blocks.
+        is_sliced = len(matrix) and not any(is_remote(place.path) for place in some)
+        step = _SLICE_NBYTES if is_sliced else BLOCK_NBYTES
         for start in range(0, nbytes, step):
             own = sums[:, start : start + step]
             inputs = buffers.inputs(own.shape[1])
@@ -297,6 +324,8 @@ class _SlicedBlock:
                 view, offset = view[done:], offset + done
         except CkptError as error:
             self._error = error
+        except StoreError as error:
+            raise unreadable(error, self._place.path) from error  # says nothing about the object
         except OSError as error:
             self._error = unreadable(error, self._place.path)
 
@@ -351,10 +380,7 @@ class BlockSource:
 
     def fetch(self, at: BlockAddress, out: Array) -> bool:
         """Fill `out`, (n,) uint8, with a block and zeros; False if it is not there with its hash."""
-        try:
-            return read_block(self.reader, self.folder.place(at), out) == self.folder.hash(at)
-        except CkptError:
-            return False
+        return read_block(self.reader, self.folder.place(at), out) == self.folder.hash(at)
 
 
 def recover(
@@ -373,12 +399,16 @@ def recover(
     group = folder.manifest.groups[number]
     bad = {at.column for at in (*missing, *wanted)}
     while True:
-        columns = range(len(group.domains) + group.parities)
+        columns = range(len(group.domains) + len(folder.places))
         present = tuple([column for column in columns if column not in bad][: len(group.domains)])
         if len(present) < len(group.domains):
             raise IncompleteError(
-                f"{len(bad)} blocks of a stripe are lost, and its parity replaces {group.parities}",
+                f"{len(bad)} blocks of a stripe are lost, and its parity replaces {len(folder.places)}",
                 where=folder.place(wanted[0]).path,
+                hint=None
+                if folder.places
+                else f"Its parity is elsewhere: ckpt repair {printable(str(folder.path))} "
+                + " ".join(f"--parity {printable(one)}" for one in folder.unnamed),
             )
         matrix = _recovery_matrix(len(group.domains), group.parities, present, tuple(at.column for at in wanted))
         failed = _combine(source, group, number, stripe, present, matrix, buffers)

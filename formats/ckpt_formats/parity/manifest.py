@@ -32,7 +32,8 @@ BLOCK_NBYTES = 1 << 20
 HASH_NBYTES = 16
 _MAGIC = b"ckptpar1"
 _CODE = "reed-solomon-cauchy-0x11d"
-_MAX_NBYTES = 1 << 32
+MAX_NBYTES = 1 << 32
+_URL = re.compile(r"[a-z][a-z0-9]*://", re.ASCII)
 _BY = re.compile(r"file|folder|table|part|node:\d{1,5}", re.ASCII)
 
 
@@ -120,7 +121,7 @@ class ParityManifest:
     by: str
     """What a domain is, for people: `file`, `folder`, `node:N` or `table`; `part` of a single file."""
     elsewhere: tuple[str, ...] = ()
-    """The folders with the places in turn, if they are not in the folder `FOLDER`."""
+    """The folders and URLs with the places in turn, if they are not in the folder `FOLDER`: for people."""
 
     @property
     def files(self) -> Iterator[ProtectedFile]:
@@ -153,7 +154,7 @@ class ParityManifest:
     def header(self) -> bytes:
         """What the file has of it."""
         fields = {
-            "version": 1,
+            "version": _version(self.elsewhere),
             "code": _CODE,
             "hash": "xxh3-128",
             "block": BLOCK_NBYTES,
@@ -227,7 +228,8 @@ def parse(data: bytes, where: Path) -> BlockHashes:
         raise CorruptError("the manifest of parity ends too early", where=where)
     with form_of("a manifest of parity", where):
         fields = json.loads(body[len(_MAGIC) + 8 : end])
-        if fields["version"] != 1 or fields["code"] != _CODE or fields["block"] != BLOCK_NBYTES:
+        is_known = fields["version"] in (1, 2) and fields["version"] == _version(fields["elsewhere"])
+        if not is_known or fields["code"] != _CODE or fields["block"] != BLOCK_NBYTES:
             raise UnsupportedError("parity of a later version", where=where, hint="Use a newer ckpt.")
         manifest = _manifest(fields, where)
         hashes = body[end:]
@@ -241,8 +243,8 @@ def parse(data: bytes, where: Path) -> BlockHashes:
 def read(path: Path) -> BlockHashes:
     """The manifest in a file. Raises as `parse`, and `OSError`."""
     with path.open("rb") as file:
-        data = file.read(_MAX_NBYTES + 1)
-    if len(data) > _MAX_NBYTES:
+        data = file.read(MAX_NBYTES + 1)
+    if len(data) > MAX_NBYTES:
         raise CorruptError("is too large for a manifest of parity", where=path)
     return parse(data, path)
 
@@ -272,6 +274,11 @@ def _manifest(fields: dict[str, Any], where: Path) -> ParityManifest:
     return manifest
 
 
+def _version(elsewhere: Sequence[str]) -> int:
+    """The version of a manifest: 2 if a URL has parity, since programs that know only 1 would take it for a path."""
+    return 2 if any(map(_URL.match, elsewhere)) else 1
+
+
 def _row(file: ProtectedFile) -> list[Any]:
     return [file.name, file.nbytes, file.start] if file.start else [file.name, file.nbytes]
 
@@ -284,8 +291,8 @@ def _file(where: Path, name: str, nbytes: int, start: int = 0) -> ProtectedFile:
 
 
 def _absolute(folder: str) -> str:
-    """A folder with parity, as it is stated. Raises `TypeError`, `ValueError`."""
-    if "\0" in folder or not Path(folder).is_absolute():
+    """A folder or URL with parity, as it is stated. Raises `TypeError`, `ValueError`."""
+    if "\0" in folder or not (_URL.match(folder) or Path(folder).is_absolute()):
         raise ValueError(f"{folder!r:.40} is not the path of a folder")
     os.fsencode(folder)  # raises if no system can have such a name
     return folder

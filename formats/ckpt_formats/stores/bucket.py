@@ -26,12 +26,12 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, Not
 
 from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.place import Version, absent, ends_early, too_large
+from ckpt_formats.core.place import ObjectEntry, Version, absent, ends_early, too_large
 from ckpt_formats.core.store_path import StoreError
 from ckpt_formats.stores.clients import client_of
 from ckpt_formats.stores.e_tags import RunningTag, sampled, tag_of
 from ckpt_formats.stores.listed_store import StoredObject
-from ckpt_formats.stores.object_store import body_of, described, listed
+from ckpt_formats.stores.object_store import bare_tag, body_of, described, listed
 from ckpt_formats.stores.refusals import Refusal
 from ckpt_formats.stores.repetition import ONCE, Repetition, Transient
 
@@ -160,9 +160,15 @@ class Bucket:
     def head(self, key: str) -> StoredObject | None:
         """What the store says of an object; None if there is none."""
 
-        def head() -> StoredObject | None:
+        meta = self._meta(key)
+        return None if meta is None else described(meta)
+
+    def _meta(self, key: str) -> Any:
+        """All that the store says of an object; None if there is none."""
+
+        def head() -> Any:
             try:
-                return described(obstore.head(self._client, key))
+                return obstore.head(self._client, key)
             except (NotFoundError, FileNotFoundError) as error:
                 _check_absence(error)
                 return None
@@ -245,15 +251,47 @@ class Bucket:
         stores will give to it, if it is known. What the store has then is compared with the file; if it is something
         else, it is removed.
         """
-        nbytes = file.stat().st_size
-        part = part_nbytes(nbytes)
-        if not part:
+        if not part_nbytes(file.stat().st_size):
             data = file.read_bytes()
             version = self._create(key, data)
             self._check(key, _Sent.of(data, tag), version)
             return version.e_tag or ""
         if self.head(key) is not None:
             raise FileExistsError(errno.EEXIST, "the object exists already", f"{self.url}/{key}")
+        version, sent = self._put_parts(key, file, check, parts_at_once, tag)
+        self._check(key, sent, version)
+        return version.e_tag or ""
+
+    def replace_from(self, key: str, file: Path, there: ObjectEntry) -> None:
+        """Replace an object by a file of any size. Raises `FileExistsError` if it is not the one of the entry now.
+
+        Large files are sent in parts, whose end no store makes conditional: then the object is compared right before.
+        """
+
+        def version_there() -> Version:
+            meta = self._meta(key)
+            now = None if meta is None else described(meta)
+            if now is None or (now.nbytes, bare_tag(now.e_tag)) != (there.nbytes, bare_tag(there.e_tag)):
+                raise FileExistsError(errno.EEXIST, "another process replaced it", f"{self.url}/{key}")
+            return Version(meta["e_tag"], meta["version"])
+
+        def check() -> None:
+            version_there()
+
+        version = version_there()
+        if not part_nbytes(file.stat().st_size):
+            self.replace(key, file.read_bytes(), version)
+            return
+        version, sent = self._put_parts(key, file, check, 4, None)
+        if not self._has(key, sent, version):
+            raise self._damaged(key)
+
+    def _put_parts(
+        self, key: str, file: Path, check: Callable[[], None], parts_at_once: int, tag: str | None
+    ) -> tuple[Version, _Sent]:
+        """Put a file in parts, and return what was sent. `check` and `tag` as in `upload`."""
+        nbytes = file.stat().st_size
+        part = part_nbytes(nbytes)
         running: RunningTag | None = None
 
         def upload() -> Version:
@@ -271,9 +309,9 @@ class Bucket:
             )
 
         version = self._attempt(key, upload, takes_place=False)
-        sent = _Sent(nbytes, tag or (running.text() if running else ""), partial(_range_of, file), in_parts=True)
-        self._check(key, sent, version)
-        return version.e_tag or ""
+        return version, _Sent(
+            nbytes, tag or (running.text() if running else ""), partial(_range_of, file), in_parts=True
+        )
 
     def _check(self, key: str, sent: _Sent, version: Version, is_note: bool = False) -> None:
         """Remove an object that has other bytes than were sent. Raises `StoreError` then."""

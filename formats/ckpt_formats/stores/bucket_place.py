@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import LockedError
-from ckpt_formats.core.place import Place, Version
+from ckpt_formats.core.place import ObjectEntry, Place, Version
 from ckpt_formats.stores.bucket import Bucket
 from ckpt_formats.stores.listed_store import StoredObject
 
@@ -64,6 +64,12 @@ class BucketPlace(Place):
 
         check()
         return self.bucket.upload(self._key(key), file, check_both, parts_at_once, tag)
+
+    def replace_from(self, key: str, file: Path, there: ObjectEntry | None) -> None:
+        if there is None:
+            self.create_from(key, file, lambda: None)
+        else:
+            self.bucket.replace_from(self._key(key), file, there)
 
     def tag_if_equal(self, key: str, file: Path) -> str | None:
         return self.bucket.tag_if_equal(self._key(key), file)

@@ -99,6 +99,10 @@ class ListedStore(ABC):
             return os.stat_result((stat.S_IFDIR | 0o555, 0, 0, 1, 0, 0, 0, 0, 0, 0))
         raise FileNotFoundError(errno.ENOENT, "there is no such object", f"{self._url}/{key}")
 
+    def entry(self, key: str) -> StoredObject | None:
+        """What the listing says of an object; None if there is none."""
+        return self._known(key)
+
     def is_object(self, key: str) -> bool:
         return self._known(key) is not None
 

@@ -3,11 +3,12 @@
 import os
 import re
 from pathlib import Path
+from typing import cast
 
 from ckpt_formats.core.arguments import StrPath
 from ckpt_formats.core.errors import InvalidArgumentError, NotFoundError, UnsupportedError
 from ckpt_formats.core.folder_place import FolderPlace
-from ckpt_formats.core.place import Place, ReadPlace
+from ckpt_formats.core.place import ObjectEntry, Place, ReadPlace
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import printable
 
@@ -174,6 +175,15 @@ def place_at(path: Path, read_back: bool = False) -> Place:
     from ckpt_formats.stores.bucket_place import BucketPlace
 
     return BucketPlace(Bucket(path.store.url, read_back), path.key)
+
+
+def entry_at(path: Path) -> ObjectEntry | None:
+    """What is known of a file, or what the listing says of an object; None if there is none."""
+    if not is_remote(path):
+        return FolderPlace(path.parent).head(path.name)
+    from ckpt_formats.stores.listed_store import ListedStore  # only if there is a store
+
+    return cast(ListedStore, path.store).entry(path.key)
 
 
 def _hub_path(place: str, parts: list[str], anonymous: bool) -> Path:

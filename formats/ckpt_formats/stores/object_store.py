@@ -140,7 +140,7 @@ class ObjectStore(ListedStore):
         Raises `CorruptError` if the object is another one now.
         """
         listed, now = self._objects[key], described(answer.meta)
-        tags = now.e_tag and listed.e_tag and _bare(now.e_tag) != _bare(listed.e_tag)
+        tags = now.e_tag and listed.e_tag and bare_tag(now.e_tag) != bare_tag(listed.e_tag)
         times = now.modified and listed.modified and abs(now.modified - listed.modified) > _CLOCK_STEP
         if tags or times or now.nbytes != listed.nbytes:
             raise CorruptError(_CHANGED, where=f"{self._url}/{key}", hint=_WAIT)
@@ -340,7 +340,7 @@ class _requests:
             raise Refusal.of(error).error(self._where) from None
 
 
-def _bare(e_tag: str) -> str:
+def bare_tag(e_tag: str) -> str:
     """An e_tag without quotation marks and the mark of a weak one: servers in between add it."""
     return e_tag.removeprefix("W/").strip('"')
 

@@ -1,10 +1,10 @@
-"""A damaged folder, or file, read through its parity: `parity:///PATH`. Nothing is written.
+"""A damaged folder, or file, read through its parity: `parity:///PATH`, `parity://s3://BUCKET/KEY`. Nothing is written.
 
 Each block is compared with its hash when it is read; one that does not fit is computed from others.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from ckpt_codecs.base import Array
 from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.core.files import Reader
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.store_path import StorePath, is_remote
 from ckpt_formats.parity.blocks import (
     BlockAddress,
     BlockSource,
@@ -26,6 +26,7 @@ from ckpt_formats.parity.blocks import (
 )
 from ckpt_formats.parity.manifest import BLOCK_NBYTES, HASH_NBYTES
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
+from ckpt_formats.stores.location import source_path
 
 SCHEME = "parity"
 _RECENT = 32
@@ -41,7 +42,8 @@ class ParityStore(ListedStore):
             f"{root}/{name}": StoredObject(nbytes, f"{tag}-{number}", 0.0)
             for number, (name, nbytes) in enumerate(folder.manifest.lengths.items())
         }
-        super().__init__(f"{SCHEME}://", objects, root)
+        above = folder.root.store.url if is_remote(folder.root) else ""
+        super().__init__(f"{SCHEME}://{above}", objects, root)
         self._folder = folder
         self._blocks: dict[str, list[BlockAddress]] = {}
         for number, group in enumerate(folder.manifest.groups):
@@ -95,14 +97,19 @@ def open_parity(url: str) -> StorePath:
 
     Raises as `find_parity`.
     """
-    place = Path(url.partition("://")[2]).absolute()
+    place = source_path(url.partition("://")[2]).absolute()
     if ".." in place.parts:
         raise InvalidArgumentError("has a part `..`", where=url, hint="Name the folder itself.")
     chain = place.with_name(place.name.rpartition("@")[0]) if "@" in place.name else place
-    candidates = (place, chain, *place.parents)
-    root = next((one for one in candidates if has_parity(one)), place)
+    root = next((one for one in (place, chain, *_above(place)) if has_parity(one)), place)
     return StorePath(ParityStore(find_parity(root)), _key(place))
 
 
+def _above(path: Path) -> Iterator[Path]:
+    while _key(path):
+        path = path.parent
+        yield path
+
+
 def _key(path: Path) -> str:
-    return path.absolute().as_posix().lstrip("/")
+    return path.key if is_remote(path) else path.absolute().as_posix().lstrip("/")

@@ -1,0 +1,155 @@
+"""Parity in buckets: of a checkpoint there, or of one in a folder."""
+
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+
+import obstore
+import pytest
+
+import ckpt
+from ckpt.pipeline import Resources
+from damage import BROKEN, SAMPLES
+from damage import ckpt as command
+from object_stores import BUCKET, StoreServer, killing, start
+from protect_campaign import contents_of, fill
+
+TWO = Resources(workers=2)
+PLACE = f"s3://{BUCKET}/run"
+MIB = 1 << 20
+
+
+def objects_below(server: StoreServer, key: str) -> dict[str, bytes]:
+    metas = [meta for page in obstore.list(server.client, f"{key}/") for meta in page]
+    return {m["path"][len(key) + 1 :]: bytes(obstore.get(server.client, m["path"]).bytes()) for m in metas}
+
+
+def protect_or_repair(name: str) -> None:
+    """The work of a process that is killed."""
+    resources = Resources(workers=1)
+    if name == "protect":
+        ckpt.protect(PLACE, 1, overwrite=True, resources=resources)
+    else:
+        ckpt.repair(PLACE, resources=resources)
+
+
+def damage(server: StoreServer, *lost: str, flipped: str) -> None:
+    for name in lost:
+        obstore.delete(server.client, f"run/{name}")
+    data = bytearray(bytes(obstore.get(server.client, f"run/{flipped}").bytes()))
+    data[-3] ^= 1
+    obstore.put(server.client, f"run/{flipped}", bytes(data))
+
+
+@pytest.mark.slow
+def test_objects_of_a_bucket_are_repaired_and_parity_is_that_of_a_folder(
+    user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckpt_formats.stores import bucket
+
+    monkeypatch.setattr(bucket, "_SINGLE_REQUEST", MIB)  # larger files are sent in parts
+    local = tmp_path / "run"
+    fill(local, {f"part/rank-{rank}": os.urandom(2 * MIB + rank) for rank in range(3)})
+    user.put("run", local)
+    assert command("protect", PLACE, "--lose", 2).code == 0
+    ckpt.protect(local, 2, resources=TWO)
+    whole = objects_below(user, "run")
+    assert whole == contents_of(local)
+
+    damage(user, "part/rank-1", ".ckpt-parity/manifest", flipped="part/rank-2")
+    damaged = objects_below(user, "run")
+    assert command("repair", PLACE, "--dry-run").code == 0
+    assert objects_below(user, "run") == damaged
+    assert command("repair", PLACE).code == 0
+    assert objects_below(user, "run") == whole
+
+    damage(user, "part/rank-0", "part/rank-1", flipped="part/rank-2")
+    assert command("repair", PLACE).code == BROKEN
+    assert command("repair", PLACE, "--from", local).code == 0
+    assert objects_below(user, "run") == whole
+    shutil.rmtree(local / "part")
+    assert command("repair", local, "--from", PLACE).code == 0
+    assert (local / "part" / "rank-1").read_bytes() == whole["part/rank-1"]
+
+
+@pytest.mark.slow
+def test_parity_in_a_bucket_repairs_a_folder_once_the_user_names_it(user: StoreServer, tmp_path: Path) -> None:
+    root, places = tmp_path / "run", [f"s3://{BUCKET}/a", str(tmp_path / "b")]
+    fill(root, {name: os.urandom(99) for name in "xyz"})
+    arguments = ["protect", root, "--into", places[0], "--into", places[1]]
+    assert command(*arguments).code == 0
+    assert objects_below(user, "a").keys() == {"0/group-000", "0/manifest", "manifest"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "run"]
+    whole = contents_of(root)
+    (root / "x").unlink()
+    (root / "y").unlink()
+    obstore.delete(user.client, "a/manifest")
+    lost = command("repair", root)
+    assert (lost.code, places[0] in lost.err) == (BROKEN, True)
+    assert command("repair", root, "--parity", places[0], "--parity", places[1]).code == 0
+    assert (contents_of(root), "manifest" in objects_below(user, "a")) == (whole, True)
+
+    (root / "x").write_bytes(b"other")
+    assert command(*arguments, "--overwrite").code == 0
+    assert not ckpt.repair(root, parity=places, dry_run=True, resources=TWO).damaged
+    shutil.copytree(root, tmp_path / "other", ignore=shutil.ignore_patterns(".ckpt-parity"))
+    refused = command("protect", tmp_path / "other", "--into", places[0])
+    assert (refused.code, "exists already" in refused.err) == (30, True)
+    user.client.put("a/manifest", b"of a later program")
+    assert command("repair", root, "--parity", places[0], "--parity", places[1]).code == 0
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_in_a_bucket_is_read_through_its_parity(user: StoreServer, tmp_path: Path) -> None:
+    name = "deepspeed-0.19-zero1-bf16-dp2"
+    shutil.copytree(SAMPLES / name, tmp_path / "run")
+    user.put("run", tmp_path / "run")
+    ckpt.protect(PLACE, 1, resources=TWO)
+    lost = next(path.relative_to(tmp_path / "run") for path in (tmp_path / "run").rglob("*rank_1_*optim*"))
+    obstore.delete(user.client, f"run/{lost.as_posix()}")
+    assert command("convert", PLACE, tmp_path / "x").code == BROKEN
+    assert command("convert", f"parity://{PLACE}", tmp_path / "u").code == 0
+    assert command("diff", tmp_path / "u", tmp_path / "run").code == 0
+    assert command("copy", PLACE, tmp_path / "copy", "--all").code != 0
+    assert command("repair", PLACE).code == 0
+    assert command("copy", PLACE, tmp_path / "copy", "--all").code == 0
+    assert not ckpt.repair(tmp_path / "copy", dry_run=True, resources=TWO).damaged
+
+
+@pytest.mark.slow
+def test_kills_in_a_bucket_leave_parity_absent_or_whole_and_each_object_damaged_or_whole(
+    user: StoreServer, tmp_path: Path
+) -> None:
+    fill(tmp_path / "run", {name: os.urandom(2 * MIB) for name in "xyz"})
+    user.put("run", tmp_path / "run")
+    ckpt.protect(PLACE, 1, resources=TWO)
+    whole = objects_below(user, "run")
+    processes = multiprocessing.get_context("forkserver")
+    with killing(user) as killer:
+
+        def run(name: str, at: int = -1) -> list[int]:
+            """Do this, killed at a request; the numbers of all requests that put an object of the checkpoint."""
+            killer.expect(at=at)
+            process = start(processes, user, protect_or_repair, name, killer=killer)
+            process.join(60)
+            assert process.exitcode == (0 if at < 0 else -9), killer.seen
+            puts = (number for number, one in enumerate(killer.seen) if one.startswith("PUT") and ".lock" not in one)
+            return list(puts)
+
+        first, *_, last = run("protect")
+        for at in (first + 1, last):
+            run("protect", at)
+            assert ".ckpt-parity/manifest" not in objects_below(user, "run")
+            ckpt.protect(PLACE, 1, resources=TWO)
+            assert objects_below(user, "run") == whole
+        damage(user, flipped="x")
+        damaged = objects_below(user, "run")
+        (only,) = run("repair")
+        assert objects_below(user, "run") == whole
+        damage(user, flipped="x")
+        run("repair", only)
+        left = objects_below(user, "run")
+        assert {one: left[one] for one in damaged} == damaged
+        assert not ckpt.repair(PLACE, resources=TWO).unrepairable
+        assert objects_below(user, "run") == whole
