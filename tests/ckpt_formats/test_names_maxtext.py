@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ckpt
 from ckpt.rename import use_names
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.dtypes import DTYPES
@@ -30,6 +31,7 @@ TRUTH: Mapping[str, dict[str, list[Any]]] = json.loads(
 )
 """By model and layers: for each name of MaxText 0.2.5 its shape, and if its converter knows the model, digests of the
 values in float32 and bfloat16. Written by `tests/jobs/jax_jobs/maxtext_truth.py`."""
+BIAS = "mlp.gate.e_score_correction_bias"
 ROUNDED = ("gemma", "gemma2", "gemma3")
 """Models whose norms MaxText stores with one added."""
 
@@ -48,7 +50,7 @@ def model(name: str, dtype: str = "float32", *, moments: bool = True, **entries:
             continue
         shape = stored_shape(one.packing, one.scope, known.shape)
         states = {"model": weight(one.names[0], shape).astype(DTYPES[dtype])}
-        if moments:
+        if moments and not one.names[0].endswith(BIAS):
             states["exp_avg"] = weight(f"{one.names[0]} first", shape)
             states["exp_avg_sq"] = np.abs(weight(f"{one.names[0]} second", shape))
         parameters.append(parameter(one.names[0], states))
@@ -66,8 +68,9 @@ def one_by_one(renamed: Checkpoint, name: str) -> Checkpoint:
     for own, scanned in renamed.parameters.items():
         for new, index in _unscanned(own, layers):
             states = {state: read(tensor) for state, tensor in scanned.states.items()}
+            at = (index,) if own.startswith("MoEBiasVar.") else (slice(None), index)
             parameters[new] = parameter(
-                new, {state: array if index is None else array[:, index] for state, array in states.items()}
+                new, {state: array if index is None else array[at] for state, array in states.items()}
             )
     return replace(renamed, parameters=parameters)
 
@@ -82,7 +85,7 @@ def _unscanned(name: str, layers: int) -> list[tuple[str, int | None]]:
     if match := re.fullmatch(r"layers_(\d)\.(.+)", rest):
         cycle = 6 if layers == 8 else 2
         return [(f"{head}layers_{i * cycle + int(match[1])}.{match[2]}", i) for i in range(layers // cycle)]
-    count = {"decoder.dense_": 1, "decoder.moe_": layers - 1}.get(head, layers)
+    count = {"decoder.dense_": 1, "decoder.moe_": layers - 1}.get(head.removeprefix("MoEBiasVar."), layers)
     count = count // 2 if "_local." in rest or "_global." in rest else count
     return [(f"{head}layers_{i}.{rest}", i) for i in range(count)]
 
@@ -192,6 +195,45 @@ def test_states_that_do_not_follow_gradients_are_refused() -> None:
     changed = parameter(name, {**states, "momentum_buffer": states["exp_avg"]})
     with pytest.raises(UnsupportedError, match="momentum_buffer"):
         use_names(replace(source, parameters={**source.parameters, name: changed}), "maxtext")
+
+
+def test_balance_biases_are_read_where_each_version_of_maxtext_has_them(tmp_path: Path) -> None:
+    """In a collection beside `params`, in `params`, and, of a training, among the variables that are no parameters."""
+    source = model("deepseek_v3")
+    renamed = use_names(source, "maxtext")
+    name = "MoEBiasVar.decoder.moe_layers.DeepSeekMoeBlock_0.MoeBlock_0.gate.bias"
+    stack = values(renamed, name)
+    assert bits(stack[1].copy()) == bits(values(source, f"model.layers.2.{BIAS}"))
+    parameters = {key: one for key, one in renamed.parameters.items() if key != name}
+    within = name.removeprefix("MoEBiasVar.")
+    earlier = replace(renamed, parameters={**parameters, within: parameter(within, {"model": stack.T.copy()})})
+    assert contents(use_names(earlier, "hf")) == contents(source)
+
+    config = config_of("deepseek_v3")
+    for one, place in ((renamed, "nnx_aux.model.decoder"), (renamed.weights_only(), "params.MoEBiasVar.decoder")):
+        ckpt.save(replace(one, extras={}), tmp_path / place, "orbax")
+        keys = json.loads((tmp_path / place / "_METADATA").read_text())["tree_metadata"]
+        leaves = [".".join(entry["key"] for entry in leaf["key_metadata"]) for leaf in keys.values()]
+        assert f"{place}.{within.removeprefix('decoder.')}" in leaves
+        assert sum(leaf.startswith("params.params.decoder.") for leaf in leaves) == len(parameters) - 1
+        opened = ckpt.open(tmp_path / place)
+        assert opened.parameters.keys() - {"step"} == renamed.parameters.keys()
+        assert opened.parameters[name].role == "buffer"
+        back = use_names(replace(opened, extras={CONFIG: config}), "hf")
+        expected = contents(source if one is renamed else source.weights_only())
+        assert {key: value for key, value in contents(back).items() if key in expected} == expected
+        ckpt.save(opened, tmp_path / f"{place} again", "orbax")
+        assert json.loads((tmp_path / f"{place} again" / "_METADATA").read_text())["tree_metadata"] == keys
+
+
+def test_layers_that_predict_further_tokens_are_refused() -> None:
+    source = model("deepseek_v3", num_nextn_predict_layers=1)
+    with pytest.raises(UnsupportedError, match="multi-token prediction") as caught:
+        use_names(source, "maxtext")
+    assert r"--skip 'layers\.(3)\.'" in (caught.value.hint or "")
+    assert contents(use_names(use_names(source.select(skip=[r"layers\.3\."]), "maxtext"), "hf")).items() <= (
+        contents(source).items()
+    )
 
 
 def test_layers_that_maxtext_cannot_scan_are_refused() -> None:

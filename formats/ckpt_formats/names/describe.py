@@ -115,6 +115,19 @@ def of_present(description: ModelDescription, dialect_name: str, source: Checkpo
     return replace(description, model=description.model.of_present(dialect_name, names))
 
 
+def check_further_tokens(values: Values, source: Checkpoint, library: str) -> None:
+    """Raise `UnsupportedError` for a model with layers for multi-token prediction."""
+    if values["mtp_layers"]:
+        first, count = values["layers"], values["mtp_layers"]
+        layers = "|".join(str(first + number) for number in range(count))
+        raise UnsupportedError(
+            f"the model has {count} layer{'s' * (count > 1)} for multi-token prediction, which ckpt does not write "
+            f"for {library}",
+            where=source.path,
+            hint=f"Leave them out with --skip 'layers\\.({layers})\\.'",
+        )
+
+
 def _by_config(config: Mapping[str, Any], record: Record | None, where: Path) -> ModelDescription:
     family = family_of(config)
     if family is None:

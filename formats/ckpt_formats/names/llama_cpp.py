@@ -20,7 +20,7 @@ from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value
 from ckpt_formats.names import hyperparameters
 from ckpt_formats.names.config import CONFIG, LLAMA3, differing, is_preferred, model_of, read_config, to_config
-from ckpt_formats.names.describe import ModelDescription, by_config_alone, weights_dtype
+from ckpt_formats.names.describe import ModelDescription, by_config_alone, check_further_tokens, weights_dtype
 from ckpt_formats.names.expressions import names_of
 from ckpt_formats.names.hyperparameters import Values, differences, entries_of, noted, write
 from ckpt_formats.names.shifted_norms import with_shifted_norms
@@ -83,7 +83,7 @@ def to_llama_cpp(source: Checkpoint, config: Mapping[str, Any] | None = None, *,
     if architecture is None:
         raise UnsupportedError(f"the names of models of the family {family.name} in llama.cpp are not known")
     named = replace(description, model=_with_names(description, architecture))
-    _check_further_tokens(values, source)
+    check_further_tokens(values, source, "llama.cpp")
     names = named.model.names(_DIALECT)
     header, notices = _header(values, architecture, names)
     renamed = translated(without(source, family.ignored), named, "hf", _DIALECT, partial=partial)
@@ -182,19 +182,6 @@ def _header(
     own = {f"{architecture.name}.{key}": one for key, one in stated.items()}
     header = {ARCHITECTURE: architecture.name, "general.type": "model", **own}
     return header, noted(values, reading, "llama.cpp")
-
-
-def _check_further_tokens(values: Values, source: Checkpoint) -> None:
-    """Raise `UnsupportedError` for a model with layers for multi-token prediction."""
-    if values["mtp_layers"]:
-        first, count = values["layers"], values["mtp_layers"]
-        layers = "|".join(str(first + number) for number in range(count))
-        raise UnsupportedError(
-            f"the model has {count} layer{'s' * (count > 1)} for multi-token prediction, which ckpt does not write "
-            "for llama.cpp",
-            where=source.path,
-            hint=f"Leave them out with --skip 'layers\\.({layers})\\.'",
-        )
 
 
 def _scales() -> Mapping[str, float]:

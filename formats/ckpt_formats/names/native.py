@@ -13,7 +13,7 @@ from ckpt_formats.core.checkpoint import MODEL, Checkpoint
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.tensor import with_replicas
 from ckpt_formats.names.config import CONFIG
-from ckpt_formats.names.describe import ModelDescription, by_config_alone, of_present
+from ckpt_formats.names.describe import ModelDescription, by_config_alone, check_further_tokens, of_present
 from ckpt_formats.names.scaled import Scaling, scaled, scalings
 from ckpt_formats.names.scanned import ALL, Scan, are_scanned, one_by_one, scan_of, scanned
 from ckpt_formats.names.tables import Dialect, changed_dialect, dialect
@@ -51,6 +51,7 @@ def to_native(
         )
     own = without(source, family.ignored)
     if name == MAXTEXT:
+        check_further_tokens(description.model.values, source, "MaxText")
         scan = _scan(description)  # it refuses models before values are scaled
         own = scaled(own, _scalings(description), "MaxText", back=False, allow_rounding=allow_rounding)
     renamed = translated(own, _with_names(description, name), "hf", name, partial=partial)
@@ -132,7 +133,8 @@ def _names_of(name: str, family: str, rope_type: str | None) -> Dialect:
 def _scan(description: ModelDescription) -> Scan:
     values = description.model.values
     kind = dialect(MAXTEXT).other["scans"].get(description.family.name, ALL)
-    return scan_of(kind, values["layers"], values["moe_layers"])
+    collections = dialect(MAXTEXT).other["collections"].get(description.family.name, {})
+    return scan_of(kind, values["layers"], values["moe_layers"], collections)
 
 
 def _scalings(description: ModelDescription) -> dict[str, Scaling]:

@@ -11,12 +11,16 @@ on, with all states. Layers that are not all alike have their own stacks:
 | `pairs` | `layers.M_local.X`, `layers.M_global.X`: the module M of even, odd layers | `layers_P.M_local.X`, ... |
 | `dense, then experts` | `dense_layers.X`, `moe_layers.X` | `dense_layers_L.X`, `moe_layers_L.X` |
 
+Tensors in a collection of their own have its name before theirs (`MoEBiasVar.decoder.moe_layers.X`), and their stacks
+have the layers along the first axis.
+
 Source: MaxText 0.2.5, `scan_layers`, `param_scan_axis: 1`, checkpoint_conversion/utils/param_mapping.py.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.claims import MAX_NUMBER
@@ -28,7 +32,7 @@ from ckpt_formats.names.renames import TensorRename, apply_renames
 
 ALL, PAIRS, DENSE_FIRST = "all", "pairs", "dense, then experts"
 _NAME = re.compile(
-    r"decoder\.(?P<stack>layers|dense_layers|moe_layers|layers_remainder)(?:_(?P<layer>\d{1,6}))?"
+    r"(?:(?P<collection>MoEBiasVar)\.)?decoder\.(?P<stack>layers|dense_layers|moe_layers|layers_remainder)(?:_(?P<layer>\d{1,6}))?"
     r"(?:\.layers_(?P<block>\d{1,6}))?\.(?P<rest>.+)"
 )
 _OF_PAIR = re.compile(r"(?P<module>\w+)_(?P<half>local|global)\.(?P<rest>.+)")
@@ -43,6 +47,8 @@ class Scan:
     layers: int
     dense: int = 0
     """How many layers without experts come first, if the kind is `DENSE_FIRST`."""
+    collections: Mapping[str, str] = field(default_factory=dict)
+    """The collections of tensors that are not in `params`, by their names in a layer."""
 
     @property
     def cycle(self) -> int:
@@ -51,7 +57,9 @@ class Scan:
         return int(words[2]) if words[0] == "cycles" else 0
 
 
-def scan_of(kind: str, layers: int, moe_layers: Sequence[bool] | None) -> Scan:
+def scan_of(
+    kind: str, layers: int, moe_layers: Sequence[bool] | None, collections: Mapping[str, str] = MappingProxyType({})
+) -> Scan:
     """The scan of a model. Raises `UnsupportedError` for layers that it cannot have."""
     experts = list(moe_layers or [False] * layers)
     dense = experts.index(True) if True in experts else layers
@@ -61,7 +69,7 @@ def scan_of(kind: str, layers: int, moe_layers: Sequence[bool] | None) -> Scan:
         raise UnsupportedError("MaxText has no models of this family with experts in some layers only")
     if kind == PAIRS and layers % 2:
         raise UnsupportedError(f"MaxText has pairs of layers in this family, but the model has {layers}")
-    scan = Scan(kind, layers, dense)
+    scan = Scan(kind, layers, dense, collections)
     if scan.cycle and layers % scan.cycle and not kind.endswith("remainder"):
         raise UnsupportedError(f"MaxText has cycles of {scan.cycle} layers in this family, but the model has {layers}")
     return scan
@@ -89,14 +97,14 @@ def one_by_one(source: Checkpoint, scan: Scan) -> Checkpoint:
             if new != (name,):
                 changes.append(TensorRename((name,), new, tuple))
             continue
-        shape = parameter.weight.shape
-        if len(shape) < 2 or not 0 < shape[1] <= MAX_NUMBER or shape[1] != len(layers):
+        shape, axis = parameter.weight.shape, 0 if match["collection"] else 1
+        if len(shape) < axis + 1 or not 0 < shape[axis] <= MAX_NUMBER or shape[axis] != len(layers):
             raise CorruptError(
-                f"`{printable(name)}` of shape {list(shape)} has no axis of layers: its second axis must have "
-                f"{len(layers)}",
+                f"`{printable(name)}` of shape {list(shape)} has no axis of layers: its {('first', 'second')[axis]} "
+                f"axis must have {len(layers)}",
                 where=source.path,
             )
-        changes.append(TensorRename((name,), new, _cut))
+        changes.append(TensorRename((name,), new, _cut if axis else _cut_first))
     return apply_renames(source, changes) if changes else source
 
 
@@ -115,7 +123,10 @@ def scanned(source: Checkpoint, scan: Scan) -> Checkpoint:
                     where=source.path,
                     hint="MaxText scans the layers of the whole model.",
                 )
-            changes.append(TensorRename(tuple(names[layer] for layer in layers), (new,), _join if is_stack else tuple))
+            collection = scan.collections.get(rest)
+            join = tuple if not is_stack else _join if collection is None else _join_first
+            new = new if collection is None else f"{collection}.{new}"
+            changes.append(TensorRename(tuple(names[layer] for layer in layers), (new,), join))
     return apply_renames(source, changes) if changes else source
 
 
@@ -161,6 +172,15 @@ def _stacks(rest: str, names: Mapping[int, str], scan: Scan) -> Iterator[tuple[s
 def _cut(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     (tensor,) = tensors
     return tuple(unstacked_all(_swapped(tensor)))
+
+
+def _cut_first(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    (tensor,) = tensors
+    return tuple(unstacked_all(tensor))
+
+
+def _join_first(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (stacked(tensors),)
 
 
 def _join(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -105,6 +105,16 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "n_shared_experts": 2,
         "topk_method": "greedy",
     },
+    "deepseek_v3": {
+        **_LATENT,
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "head_dim": 8,
+        "q_lora_rank": 20,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
+    },
 }
 """By a name of their own; config.json is these entries after `SIZES`."""
 

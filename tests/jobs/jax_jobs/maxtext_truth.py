@@ -1,8 +1,12 @@
 """What MaxText itself makes of small models: `maxtext_truth.py digests OUT.json` and `maxtext_truth.py logits FOLDER`.
 
+`maxtext_truth.py train FOLDER` and `trained FOLDER`: the same of a training, from MaxText to transformers.
+
 `digests` writes the names and shapes of MaxText's own models, scanned and not, and digests of the weights that its own
 converter makes of those of transformers. `logits` reads FOLDER/NAME/hf (saved by transformers) and FOLDER/NAME/orbax
-(converted by ckpt) and prints how far the logits of both libraries are from each other.
+(converted by ckpt) and prints how far the logits of both libraries are from each other. `train` takes a step with
+DeepSeek V3 and saves FOLDER/scanned and FOLDER/one-by-one as MaxText does, with logits; `trained` compares these with
+those of transformers from FOLDER/scanned-hf and FOLDER/one-by-one-hf, converted by ckpt.
 
 MaxText needs Python 3.12: pip install --no-deps maxtext==0.2.5; pip install jax flax orbax-checkpoint aqtp qwix
 omegaconf pydantic grain absl-py pathwaysutils tabulate psutil datasets tensorboardX google-cloud-storage sentencepiece
@@ -38,6 +42,7 @@ from maxtext_models import CONFIGS, config_of, weight
 from ckpt_formats.names.config import configured_model
 from ckpt_formats.names.packings import stored_shape
 
+TOKENS = np.random.default_rng(1).integers(0, 96, (1, 16))
 BASE = Path(maxtext.__file__).parent / "configs" / "base.yml"
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "sparse_matmul": False, "megablox": False}
 _LATENT = {
@@ -72,6 +77,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("gpt-oss-20b", {**_EXPERTS, "base_mlp_dim": 24, "base_moe_mlp_dim": 24, "rope_max_timescale": 150000}),
     "deepseek_v2": ("deepseek2-16b", {**_LATENT, "q_lora_rank": 0, "rope_factor": 1}),
+    "deepseek_v3": (
+        "deepseek3-671b",
+        {**_LATENT, "q_lora_rank": 20, "rope_factor": 1, "n_routing_groups": 2, "topk_routing_group": 1},
+    ),
 }
 """By the names of `maxtext_models.py`: MaxText's name of the model, and entries of its configuration."""
 
@@ -176,7 +185,6 @@ def logits(folder: Path) -> None:
     import torch
     import transformers
 
-    tokens = np.random.default_rng(1).integers(0, 96, (1, 16))
     for name in sys.argv[3:] or CONFIGS:
         if not (folder / name / "orbax").exists():
             continue
@@ -187,9 +195,9 @@ def logits(folder: Path) -> None:
             # MaxText rounds a shared table to bfloat16 where it computes logits (embeddings.attend_on_embedding).
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().bfloat16().float())
         with torch.no_grad():
-            theirs = model(torch.from_numpy(tokens)).logits.numpy()
+            theirs = model(torch.from_numpy(TOKENS)).logits.numpy()
         try:
-            ours = _computed(configured(name, True), folder / name / "orbax", tokens)
+            ours = _computed(configured(name, True), folder / name / "orbax", TOKENS)
         except Exception as error:
             print(f"{name}: {type(error).__name__}: {str(error)[:300]}")
             continue
@@ -215,5 +223,50 @@ def _computed(config: Any, path: Path, tokens: Any) -> Any:
     return np.asarray(result[0] if isinstance(result, tuple) else result)
 
 
+def train(folder: Path) -> None:
+    import optax
+    import orbax.checkpoint as ocp
+    from flax import nnx
+    from maxtext.common import train_state_nnx
+
+    for name, scan in (("scanned", True), ("one-by-one", False)):
+        config = configured("deepseek_v3", scan)
+        mesh = jax.sharding.Mesh(maxtext_utils.create_device_mesh(config), config.mesh_axes)
+        with jax.set_mesh(mesh):
+            rngs = nnx.Rngs(params=0, dropout=1, aqt=2)
+            model = models.Transformer(config, mesh, quant=None, model_mode=MODEL_MODE_TRAIN, rngs=rngs)
+            for i, (_, node) in enumerate(nnx.iter_graph(model)):
+                if type(node).__name__ == "GateLogit":
+                    node.bias[...] = jax.random.normal(jax.random.key(i), node.bias.shape)
+            optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+            state = train_state_nnx.TrainStateNNX(model, optimizer)
+            state.apply_gradients(jax.tree.map(jax.numpy.sin, nnx.state(model, nnx.Param)))
+            tree = train_state_nnx.to_checkpoint_dict(state)
+            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(
+                (folder / name).absolute(), args=ocp.args.PyTreeSave(tree)
+            )
+            result = model(
+                TOKENS,
+                np.arange(TOKENS.shape[1])[None],
+                decoder_segment_ids=np.ones_like(TOKENS),
+                enable_dropout=False,
+            )
+        np.save(folder / f"{name}.npy", np.asarray(result[0] if isinstance(result, tuple) else result))
+
+
+def trained(folder: Path) -> None:
+    import torch
+    import transformers
+
+    for name in ("scanned", "one-by-one"):
+        ours = np.load(folder / f"{name}.npy")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder / f"{name}-hf", dtype=torch.float32, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            theirs = model(torch.from_numpy(TOKENS)).logits.numpy()
+        print(f"{name}: logits of {np.abs(ours).max():.3g} differ by {np.abs(theirs - ours).max():.3g}")
+
+
 if __name__ == "__main__":
-    {"digests": digests, "logits": logits}[sys.argv[1]](Path(sys.argv[2]))
+    {"digests": digests, "logits": logits, "train": train, "trained": trained}[sys.argv[1]](Path(sys.argv[2]))

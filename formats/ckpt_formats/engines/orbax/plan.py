@@ -16,7 +16,15 @@ from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.engines.orbax.metadata import ARRAY, DATA, DICT, EMPTY, SEQUENCE, Leaf
-from ckpt_formats.engines.orbax.tree import COUNT, TORCH_NAMES, Path
+from ckpt_formats.engines.orbax.tree import (
+    BIASES,
+    COUNT,
+    PARAMETERS,
+    TORCH_NAMES,
+    Path,
+    in_training,
+    path_of,
+)
 
 _JAX_NAMES = {torch: jax for jax, torch in TORCH_NAMES.items()}
 _SCALARS = {bool: "bool", int: "int64", float: "float64"}
@@ -136,17 +144,18 @@ def tree_of(source: Checkpoint) -> WrittenTree:
     layout = tree_layout(source)
     tree = WrittenTree()
     own = [parameter for parameter in source.parameters.values() if parameter.role != "extra"]
-    layout = layout or ({"params": ["params", "params"]} if _MAXTEXT in source.parameters else {})
+    layout = layout or (_maxtext_layout(source) if _MAXTEXT in source.parameters else {})
     prefix = tuple(layout.get("params", ["params"]))
     separator = layout.get("separator", ".")
     sequences = dict(item.rsplit(":", 1) for item in layout.get("sequences", []))
     paths: dict[str, Path] = {}
     for parameter in own:
-        keys = tuple(parameter.name.split(separator))
+        keys = path_of(parameter.name, separator, bool(layout.get("collections")))
         lists = {int(i) for i in sequences[parameter.name].split(",")} if parameter.name in sequences else set()
         kinds = tuple(SEQUENCE if i in lists else DICT for i in range(len(keys)))
         paths[parameter.name] = keys
-        tree.add((*prefix, *keys), (*(DICT for _ in prefix), *kinds), parameter.states.get(MASTER, parameter.weight))
+        place = _place(layout, (*prefix, *keys))
+        tree.add(place, (*(DICT for _ in prefix), *kinds), parameter.states.get(MASTER, parameter.weight))
     copies = [p.name for p in own if MASTER in p.states and MODEL in p.states]
     if copies:
         tree.dropped.append(Notice("the rounded copies beside masters: JAX rounds while it computes", tuple(copies)))
@@ -165,6 +174,14 @@ def tree_of(source: Checkpoint) -> WrittenTree:
         tree.dropped.append(Notice("other names of tied tensors", tuple(source.aliases)))
     tree.check()
     return tree
+
+
+def _maxtext_layout(source: Checkpoint) -> dict[str, Value]:
+    """Where a `TrainState` of MaxText has its parameters: in a collection, beside which there may be others."""
+    if not any(name.startswith(f"{BIASES}.") for name in source.parameters):
+        return {"params": [PARAMETERS, PARAMETERS]}
+    is_training = any(set(one.states) - {MODEL, MASTER} for one in source.parameters.values())
+    return {"params": [PARAMETERS], "collections": True, "auxiliary": is_training}
 
 
 def json_items(source: Checkpoint) -> dict[str, Value]:
@@ -234,7 +251,12 @@ def _number(value: float, dtype: DType, what: str) -> Tensor:
 
 def _kinds_of(tree: WrittenTree, layout: Mapping[str, Value], keys: Path) -> tuple[int, ...]:
     prefix = tuple(layout.get("params", ["params"]))
-    return tree.leaves[(*prefix, *keys)].leaf.kinds[len(prefix) :]
+    return tree.leaves[_place(layout, (*prefix, *keys))].leaf.kinds[len(prefix) :]
+
+
+def _place(layout: Mapping[str, Value], path: Path) -> Path:
+    """Where a parameter is written, by the path under which it is read."""
+    return in_training(path) if layout.get("auxiliary") else path
 
 
 def _add_extras(

@@ -1,7 +1,7 @@
 """Read a checkpoint of Orbax: its index, from metadata and from numbers of one element."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckpt_formats.containers.safetensors import parse_json
@@ -37,7 +37,17 @@ from ckpt_formats.engines.orbax.metadata import (
     read_strings,
     read_tree,
 )
-from ckpt_formats.engines.orbax.tree import TORCH_NAMES, ModelPart, OptimizerPart, find_model, find_optimizer, nested
+from ckpt_formats.engines.orbax.tree import (
+    BIASES,
+    PARAMETERS,
+    TORCH_NAMES,
+    ModelPart,
+    OptimizerPart,
+    find_model,
+    find_optimizer,
+    in_collection,
+    nested,
+)
 from ckpt_formats.engines.orbax.tree import Path as Keys
 from ckpt_formats.state_dicts.extras import candidate_names, names_for_tensors
 
@@ -217,12 +227,16 @@ def index_of(
     engine: str = "orbax",
 ) -> Checkpoint:
     """The checkpoint of a tree."""
+    if _has_biases_of_training(tree):
+        tree = _with_biases_in_collection(tree)
+        layout |= {"auxiliary": True}
     model = find_model(tree.leaves, tree.arrays)
     parameters: dict[str, Parameter] = {}
     optimizers = find_optimizer(model, tree.arrays) if model is not None else []
     used: set[Keys] = set()
     if model is not None:
         layout |= {"params": list(model.prefix), "separator": model.separator}
+        layout |= {"collections": True} if model.has_collections else {}
         used |= {(*model.prefix, *keys) for keys in model.names}
         parameters, groups, optimizer = _parameters(model, optimizers, tree, step_folder.folder)
         used |= optimizer
@@ -249,6 +263,24 @@ def index_of(
         files=tuple({file.path: file for file in files}.values()),
         notices=tuple(notices),
     )
+
+
+def _has_biases_of_training(tree: TreeLeaves) -> bool:
+    """Whether the tree is that of a training of MaxText with biases that are no parameters, all of them arrays."""
+    moved = [path for path in tree.leaves if in_collection(path) != path]
+    is_maxtext = any(path[:2] == (PARAMETERS, PARAMETERS) for path in tree.arrays)
+    return bool(moved) and is_maxtext and all(path in tree.arrays for path in moved) and _lacks_collection(tree)
+
+
+def _lacks_collection(tree: TreeLeaves) -> bool:
+    return not any(path[:2] == (PARAMETERS, BIASES) for path in tree.leaves)
+
+
+def _with_biases_in_collection(tree: TreeLeaves) -> TreeLeaves:
+    leaves = {
+        in_collection(path): Leaf(in_collection(path), leaf.kinds, leaf.value) for path, leaf in tree.leaves.items()
+    }
+    return replace(tree, leaves=leaves, arrays={in_collection(path): one for path, one in tree.arrays.items()})
 
 
 def _parameters(
@@ -285,6 +317,8 @@ def _parameters(
         weight = tree.arrays[(*model.prefix, *keys)]
         role: Role = "parameter" if is_float(weight.dtype) or weight.dtype.kind == "c" else "buffer"
         if model.prefix[-1:] == ("batch_stats",) or keys[0] == "batch_stats":
+            role = "buffer"
+        if model.has_collections and keys[0] == BIASES and not states[keys]:
             role = "buffer"
         if optimizers and role == "parameter" and not states[keys]:
             role = "frozen"

@@ -18,6 +18,12 @@ Path = tuple[str, ...]
 MODEL_KEYS = ("params", "model", "weights")
 """The keys under which scripts save parameters."""
 _NOT_MODEL = ("opt_state", "optimizer", "opt", "step", "rng", "rngs", "key")
+PARAMETERS = "params"
+BIASES = "MoEBiasVar"
+"""A collection beside `params` where MaxText's converter saves the balance biases of routers."""
+_AUXILIARY = ("nnx_aux", "model")
+"""Where MaxText saves all variables of a training that are no parameters, these biases among them."""
+_BIAS = ("MoeBlock_0", "gate", "bias")
 TORCH_NAMES = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer"}
 """What optax calls states, and what torch calls the same."""
 COUNT = "count"
@@ -31,6 +37,8 @@ class ModelPart:
     names: dict[Path, str]
     """The name of each parameter by its path below the prefix."""
     separator: str
+    has_collections: bool = False
+    """Whether the paths begin with a collection, which the names of those in `params` leave out."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,9 @@ def find_model(leaves: Mapping[Path, Leaf], arrays: Mapping[Path, Tensor]) -> Mo
     """The parameters among the leaves; None if there are none.
 
     They are below `params`, or a key that means the same, at the top or one level down; else all arrays that are not
-    named like the state of an optimizer. Raises `UnsupportedError` if keys make names ambiguous.
+    named like the state of an optimizer. A collection of MaxText beside `params` is part of the names.
+
+    Raises: UnsupportedError for keys that make names ambiguous.
     """
     prefix = _prefix(arrays)
     inside = [path for path in arrays if path[: len(prefix)] == prefix and (prefix or path[0] not in _NOT_MODEL)]
@@ -59,7 +69,29 @@ def find_model(leaves: Mapping[Path, Leaf], arrays: Mapping[Path, Tensor]) -> Mo
         prefix = (*prefix, "params")
     below = [path[len(prefix) :] for path in inside]
     separator = _separator(below)
+    heads = {path[0] for path in below if len(path) > 1}
+    if heads == {PARAMETERS, BIASES}:
+        names = {path: separator.join(path[path[0] == PARAMETERS :]) for path in below}
+        if len(set(names.values())) == len(below):
+            return ModelPart(prefix, names, separator, True)
     return ModelPart(prefix, {path: separator.join(path) for path in below}, separator)
+
+
+def path_of(name: str, separator: str, has_collections: bool) -> Path:
+    """The path of a parameter below the prefix, by its name: the reverse of `ModelPart.names`."""
+    path = tuple(name.split(separator))
+    return (PARAMETERS, *path) if has_collections and path[0] != BIASES else path
+
+
+def in_collection(path: Path) -> Path:
+    """The path of a leaf as MaxText's converter has it, by that which a training has."""
+    is_bias = path[: len(_AUXILIARY)] == _AUXILIARY and path[-len(_BIAS) :] == _BIAS
+    return (PARAMETERS, BIASES, *path[len(_AUXILIARY) :]) if is_bias else path
+
+
+def in_training(path: Path) -> Path:
+    """The reverse of `in_collection`."""
+    return (*_AUXILIARY, *path[2:]) if path[:2] == (PARAMETERS, BIASES) else path
 
 
 def _prefix(arrays: Mapping[Path, Tensor]) -> Path:
