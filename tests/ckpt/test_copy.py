@@ -4,8 +4,10 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import obstore
 import pytest
+from safetensors.numpy import save_file
 
 import ckpt as library
 from ckpt.copying import compare
@@ -17,7 +19,7 @@ from ckpt_formats.core.seals import Leaves, Seal
 from ckpt_formats.stores import bucket as buckets
 from ckpt_formats.stores.bucket import Bucket
 from ckpt_formats.stores.e_tags import RunningTag
-from damage import SAMPLES, ckpt
+from damage import BROKEN, SAMPLES, ckpt
 from held import flip
 from object_stores import BUCKET, StoreServer, faulty, reached, seaweedfs
 
@@ -68,6 +70,24 @@ def test_another_server_gives_the_same(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     with seaweedfs(tmp_path / "data") as server, reached(server):
         goes_around("universal-1-delta", server, tmp_path)
+
+
+def test_a_delta_is_copied_only_to_where_its_parents_are_beside_it(user: StoreServer, tmp_path: Path) -> None:
+    run, values = tmp_path / "run", np.arange(1 << 12, dtype=np.float32)
+    (tmp_path / "other").mkdir()
+    for step in range(3):
+        save_file({"w": values + (values % 50 < step)}, whole := tmp_path / "whole.safetensors")
+        words = ("diff", run / f"step-{step - 1}", whole, "-o") if step else ("convert", whole)
+        run.mkdir(exist_ok=True)
+        assert not ckpt(*words, run / f"step-{step}").code
+    for place in (tmp_path / "other", THERE):
+        for step in (2, 1):
+            refused = ckpt("copy", run / f"step-{step}", f"{place}/step-{step}", "--dry-run")
+            assert (refused.code, f"{place}/step-0/packs" in refused.err) == (BROKEN, True), refused.err
+        for step in range(3):
+            library.copy(run / f"step-{step}", f"{place}/step-{step}")
+        assert library.diff(library.open(f"{place}/step-2"), library.open(whole)).same
+    assert files(tmp_path / "other") == files(run)
 
 
 def test_copy_names_and_leaves_out_other_files_unless_all_are_requested(tmp_path: Path) -> None:

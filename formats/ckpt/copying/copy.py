@@ -116,6 +116,7 @@ class Copy(Checked):
     @cached_property
     def _plan(self) -> Plan:
         check_target(self._target, self._selection.source.path)
+        self._selection.check_parents(self._target)
         return self._format.plan(self._selection.source)
 
 

@@ -18,6 +18,7 @@ from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.identity import Identities, Identity, unrecorded
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.seals import Seal
+from ckpt_formats.core.text import printable
 from ckpt_formats.parity.blocks import find_parity
 from ckpt_formats.parity.manifest import FOLDER as PARITY
 from ckpt_formats.registry import FORMATS
@@ -71,6 +72,21 @@ class ChosenFiles:
     """Whether the source is one file."""
     opened: Checkpoint | None = None
     """The checkpoint as its format reads it; None for a chain."""
+
+    def check_parents(self, target: Path) -> None:
+        """Raise `IncompleteError` if the copy of a delta, or of a member that shares packs, could not be read: the
+        files of others that it needs are not where it would look for them, as seen from the target."""
+        if self.opened is None or self.source.origin.engine != "universal":
+            return
+        path = self.source.path
+        for one in dict.fromkeys(file.path for file in self.opened.files if not _is_below(file.path, path)):
+            place = (target / one.relative_to(path)).resolve() if one.is_relative_to(path) else None
+            if place is None or not place.is_file():
+                raise IncompleteError(
+                    f"{printable(path.name)} needs files of other checkpoints, which are not beside the copy",
+                    where=place or target,
+                    hint="Copy its parents first, to the same places beside it; or write it alone with `ckpt convert`.",
+                )
 
     @property
     def nbytes(self) -> int:
@@ -171,7 +187,7 @@ class _SourceContents:
             if pointers == _pointers(path):
                 break
         files = [*checkpoint.identities, *(file.path for file in checkpoint.files)]
-        inside = {one: None for one in (*files, *pointers) if one.is_relative_to(path)}
+        inside = {one: None for one in (*files, *pointers) if _is_below(one, path)}
         others: frozenset[str] | None = None
         if not locate(path).format.is_own:
             unread = (notice for notice in checkpoint.notices if notice.text in (UNREAD, OTHER_CHECKPOINTS))
@@ -279,6 +295,11 @@ def _by_file(seals: Iterable[Seal]) -> Mapping[Path, tuple[Seal, ...]]:
 def _pointers(path: Path) -> dict[Path, bytes]:
     """The pointers in a folder, and what is in them."""
     return {path / name: read_whole(path / name, _MAX_POINTER) for name in _POINTERS if (path / name).is_file()}
+
+
+def _is_below(file: Path, folder: Path) -> bool:
+    """Whether a file lies in a folder. A delta reads its parent at `folder/../parent`, which does not."""
+    return file.is_relative_to(folder) and ".." not in file.relative_to(folder).parts
 
 
 def _name(root: Path, file: Path) -> str:

@@ -239,7 +239,7 @@ def is_remote(path: object) -> TypeGuard[StorePath]:
 def request(path: Path, offset: int, nbytes: int) -> None:
     """Announce a small read that comes soon: a store is asked for the bytes now, a file system needs no notice."""
     if is_remote(path):
-        path.store.request(path.key, offset, nbytes)
+        path.store.request(path.resolve().key, offset, nbytes)
 
 
 def is_same_path(path: Path, other: Path) -> bool:
