@@ -19,6 +19,7 @@ from ckpt_cli.views import report
 from ckpt_cli.views.chain_log import accuracy, times
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal import Universal
 
 
@@ -82,7 +83,7 @@ def show_plan(chain: Path, source: Checkpoint, options: AppendOptions, resources
 def write_delta(first: Checkpoint, second: Checkpoint, delta: DeltaFile, resources: Execution, as_json: bool) -> None:
     """Write the second checkpoint as a delta against the first, or only plan this; show the result."""
     note_warnings(delta.policy, second)
-    parent, target = parent_folder(first), Path(delta.output)
+    parent, target = parent_folder(first), target_path(delta.output)
     if delta.dry_run:
         plan(second, target, Universal())
         costs = estimate(delta.policy, second, first, False, resources)

@@ -88,6 +88,8 @@ def test_a_delta_is_copied_only_to_where_its_parents_are_beside_it(user: StoreSe
             library.copy(run / f"step-{step}", f"{place}/step-{step}")
         assert library.diff(library.open(f"{place}/step-2"), library.open(whole)).same
     assert files(tmp_path / "other") == files(run)
+    assert not ckpt("diff", f"{THERE}/step-2", whole, "-o", f"{THERE}/step-3").code
+    assert library.diff(library.open(f"{THERE}/step-3"), library.open(whole)).same
 
 
 def test_copy_names_and_leaves_out_other_files_unless_all_are_requested(tmp_path: Path) -> None:
