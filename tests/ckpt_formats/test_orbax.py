@@ -7,6 +7,8 @@ import importlib.util
 import json
 import random
 import shutil
+import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,6 +39,8 @@ MISSING = [name for name in NEEDED if importlib.util.find_spec(name.partition(".
 with_jax = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 pytestmark = [pytest.mark.slow]
 
+HEADER = 18
+"""Bytes of the longest header of a frame of zstd."""
 MESHES = ("1", "2", "8", "4x2", "2x4")
 STATES = (*(f"mesh-{mesh}" for mesh in MESHES), "zarr3", "plain", "plain-zarr3", "small-files", "run", "run/2/state")
 STATES += ("v1", "aggregate", "aggregate-placeholders", "aggregate-metadata", "flax", "flax/checkpoint_900")
@@ -327,17 +331,58 @@ def test_chunk_that_decodes_to_more_than_its_shape_is_refused(compressor: str, t
 
     import zstandard
 
-    bomb = bytes(1 << 28)
+    bomb = bytes(1 << 26)
     data = zstandard.compress(bomb) if compressor == "zstd" else gzip.compress(bomb, 1)
     stored = {"params.w/.zarray": json.dumps({**METADATA, "compressor": {"id": compressor}}).encode()}
     tree = write_tree(tmp_path / "tree", {**stored, "params.w/0": data[: 1 << 20]})
-    with pytest.raises(CorruptError, match=r"decodes to 17 bytes or more"):
+    text = r"decodes to 67,108,864 bytes" if compressor == "zstd" else "decodes to 17 bytes or more"
+    with pytest.raises(CorruptError, match=text):
         ckpt.open(tree)["w"][...]
     large = {"compressor": {"id": compressor}, "shape": [1 << 50], "chunks": [1 << 50]}
     stored = {"params.w/.zarray": json.dumps({**METADATA, **large}).encode()}
     tree = write_tree(tmp_path / "large", {**stored, "params.w/0": data[:1000]})
     with pytest.raises(UnsafeError, match="is in the database, in 1,000 bytes"):
         ckpt.open(tree)["w"][0:4]
+
+
+@pytest.mark.parametrize(("elements", "log"), [(4, 24), (4, 27), (3 << 20, 28), (3 << 20, 31)])
+def test_frame_that_needs_a_large_window_is_refused_before_memory_is_taken(
+    elements: int, log: int, tmp_path: Path
+) -> None:
+    """Of a frame that states no size: the window is all that it needs memory for."""
+    descriptor = bytes([0, (log - 10) << 3])  # neither a size nor a checksum; the window
+    block = (3 | min(4 * elements, 1 << 17) << 3).to_bytes(3, "little")  # the last one: a byte that is repeated
+    frame = b"\x28\xb5\x2f\xfd" + descriptor + block + bytes(1)
+    layout = {**METADATA, "shape": [elements], "chunks": [elements], "compressor": {"id": "zstd"}}
+    stored = {"params.w/.zarray": json.dumps(layout).encode(), "params.w/0": ValueRange("d/chunks", 0, len(frame))}
+    (write_tree(tmp_path / "tree", stored) / "d/chunks").write_bytes(frame)
+    tracemalloc.start()
+    with pytest.raises(UnsafeError, match=f"too large a window: {1 << log:,} bytes"):
+        ckpt.open(tmp_path / "tree")["w"][0:2]
+    assert tracemalloc.get_traced_memory()[1] < 1 << 23
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_frames_with_usual_windows_are_read(stated: bool, tmp_path: Path) -> None:
+    import zstandard
+
+    values = np.arange(600, dtype=np.float32)
+    parameters = zstandard.ZstdCompressionParameters(window_log=23, write_content_size=stated)
+    stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    frame = stream.compress(values.tobytes()) + stream.flush()
+    assert zstandard.get_frame_parameters(frame).window_size == 1 << 23
+    layout = {**METADATA, "shape": [600], "chunks": [600], "compressor": {"id": "zstd"}}
+    tree = write_tree(tmp_path / "tree", {"params.w/.zarray": json.dumps(layout).encode(), "params.w/0": frame})
+    assert same_bits(ckpt.open(tree)["w"][...], values)
+
+
+def test_chunks_of_prime_lengths_are_found_soon() -> None:
+    begin = time.process_time()
+    assert ChunkGrid(1 << 26, 1).shape(((1 << 31) - 1,), 4) == (1 << 24,)
+    assert ChunkGrid(1 << 26, 2).shape((2 * ((1 << 31) - 1),), 4) == (1,)
+    assert ChunkGrid(1 << 26, 1).shape((3 << 29, 1), 4) == (1 << 24, 1)
+    assert time.process_time() - begin < 0.2
 
 
 @pytest.mark.parametrize(
@@ -383,7 +428,7 @@ def test_rows_across_chunks_decode_each_chunk_once_in_a_bounded_cache(
 
     def counted(self: Any, path: Path, offset: int, out: memoryview, seal: Any = None) -> None:
         nonlocal encoded
-        encoded += len(out)
+        encoded += len(out) if len(out) != HEADER else 0  # read once more, for the window
         original(self, path, offset, out, seal)
 
     original = files.Reader.read_into

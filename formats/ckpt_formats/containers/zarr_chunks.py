@@ -34,6 +34,13 @@ anew for each block."""
 _MAX_INLINE = 1 << 28
 """Bytes to which a chunk in the database itself may decode, if it is compressed. Writers store up to a few kB there."""
 _MAX_FRAMES = 64
+_MAX_WINDOW = 1 << 27
+"""Bytes of the window of a frame of zstd that is decoded as a stream: what the highest level takes."""
+_SMALL_WINDOW = 1 << 23
+"""Bytes of the window that a frame may have, however short its chunk is: what the highest usual level takes."""
+_MAX_WINDOWS = 1 << 28
+"""Bytes of the windows of all streams that are kept open."""
+_MAX_FRAME_HEADER = 18
 _MAX_SHARD_INDEX = 1 << 26
 """Bytes of the index of a shard, and of all indices that are kept."""
 _NOT_STORED = (1 << 64) - 1
@@ -42,8 +49,10 @@ _NOT_STORED = (1 << 64) - 1
 class ChunkFrame(Frame):
     """The decoded bytes of a chunk of a known length. It is decoded when it is read, and never only to be measured."""
 
-    def __init__(self, path: Path, offset: int, nbytes: int, length: int, compression: str) -> None:
+    def __init__(self, path: Path, place: ValueRange, length: int, compression: str, reader: Reader) -> None:
+        offset, nbytes = place.offset, place.nbytes
         self.path, self.offset, self.nbytes, self.length = path, offset, nbytes, length
+        self.window = _window(path, place, reader) if compression == "zstd" else 1 << zlib.MAX_WBITS
         self.seal = None
         self._open = zstd_decoder if compression == "zstd" else _GzipDecoder
         self._cursors, self._lock = [], Lock()
@@ -86,14 +95,14 @@ class ChunkReader:
             self._paths[file] = self.folder / file
         return self._paths[file]
 
-    def frame(self, place: ValueRange, length: int, compression: str) -> ChunkFrame:
-        """The decoded bytes of a compressed range."""
+    def frame(self, place: ValueRange, length: int, compression: str, reader: Reader) -> ChunkFrame:
+        """The decoded bytes of a compressed range, whose header is read by `reader`."""
         frame = self._frames.get(place)
         if frame is None:
-            if len(self._frames) >= _MAX_FRAMES:
+            frame = ChunkFrame(self.path(place.file), place, length, compression, reader)
+            windows = sum(one.window for one in list(self._frames.values()))
+            if len(self._frames) >= _MAX_FRAMES or windows + frame.window > _MAX_WINDOWS:
                 self._frames.clear()
-            path = self.path(place.file)
-            frame = ChunkFrame(path, place.offset, place.nbytes, length, compression)
             self._frames[place] = frame
         return frame
 
@@ -243,7 +252,7 @@ class ChunkBlob(Blob):
             out[...] = buffer[:length].view(self.dtype).reshape(shape)[part.index]
         else:
             frame = self.reader.frame(
-                ValueRange(value.file, value.offset, value.nbytes - trailer), length, codec.compression
+                ValueRange(value.file, value.offset, value.nbytes - trailer), length, codec.compression, reader
             )
             DecompressedBlob(frame, FileBlob.packed(path, 0, shape, self.dtype)).crop(part).read_into(out, reader)
 
@@ -267,6 +276,43 @@ def _decoded(data: bytes, codec: ChunkEncoding, length: int, label: str, where: 
     return data
 
 
+def _window(path: Path, place: ValueRange, reader: Reader) -> int:
+    """The bytes of the window of a frame of zstd. Raises `CorruptError`, and `UnsafeError` for too many."""
+    import zstandard
+
+    header = bytearray(min(_MAX_FRAME_HEADER, place.nbytes))
+    reader.read_into(path, place.offset, memoryview(header))
+    try:
+        window = zstandard.get_frame_parameters(bytes(header)).window_size
+    except zstandard.ZstdError as error:
+        raise CorruptError(f"a chunk cannot be decoded: {error}", where=path) from None
+    if window > _MAX_WINDOW:
+        raise _too_large_a_window(window, path)
+    return window
+
+
+def _too_large_a_window(nbytes: int, where: Path) -> UnsafeError:
+    return UnsafeError(f"decompressing a chunk needs too large a window: {nbytes:,} bytes", where=where)
+
+
+def _decoded_frame(data: bytes, length: int, label: str, where: Path) -> bytes:
+    """At most `length` + 1 bytes of a frame of zstd. Memory is taken for as many, and a window if no size is stated."""
+    import zstandard
+
+    header = zstandard.get_frame_parameters(data)
+    if header.content_size != zstandard.CONTENTSIZE_UNKNOWN:
+        if header.content_size != length:
+            text = f"chunk {printable(label)} decodes to {header.content_size:,} bytes, but its shape needs {length:,}"
+            raise CorruptError(text, where=where)
+        return zstandard.ZstdDecompressor().decompress(data, max_output_size=length)
+    if header.window_size > max(_SMALL_WINDOW, 2 * length):
+        raise _too_large_a_window(header.window_size, where)
+    decompressor = zstandard.ZstdDecompressor(max_window_size=max(_SMALL_WINDOW, 2 * length))
+    with decompressor.stream_reader(BytesIO(data)) as reader:
+        body: bytes = reader.read(length + 1)
+        return body
+
+
 def _inflated(data: bytes, compression: str, length: int, label: str, where: Path) -> bytes:
     import zstandard
 
@@ -274,10 +320,6 @@ def _inflated(data: bytes, compression: str, length: int, label: str, where: Pat
         if compression == "gzip":
             with gzip.GzipFile(fileobj=BytesIO(data)) as stream:
                 return stream.read(length + 1)
-        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(BytesIO(data)) as reader:
-            body: bytes = reader.read(length + 1)
-            return body
+        return _decoded_frame(data, length, label, where)
     except (zstandard.ZstdError, zlib.error, OSError, EOFError) as error:
-        if "too much memory" in str(error):
-            raise UnsafeError("decompressing a chunk needs too large a window", where=where) from None
         raise CorruptError(f"chunk {printable(label)} cannot be decoded: {error}", where=where) from None

@@ -5,7 +5,8 @@ Values are stored plain: a block of them is then a range of a file, and numbers 
 
 import json
 from dataclasses import dataclass
-from math import prod
+from functools import lru_cache
+from math import isqrt, prod
 
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.geometry import Box, Shape
@@ -29,7 +30,7 @@ class ChunkGrid:
             if prod(chunk) * itemsize <= self.nbytes:
                 break
             most = max(1, self.nbytes // (prod(chunk[axis + 1 :]) * itemsize))
-            even = next(n for n in range(min(most, length), 0, -1) if length % n == 0)
+            even = _largest_divisor(length, min(most, length))
             # Where parts are asked for, no chunk may reach from one into the next.
             chunk[axis] = even if 2 * even > most or length < shape[axis] else min(most, length)
         return tuple(max(1, n) for n in chunk)
@@ -54,6 +55,19 @@ class ChunkGrid:
         return (
             ("zarr.json", _third(shape, dtype, chunk)) if self.zarr3 else (".zarray", array_json(shape, dtype, chunk))
         )
+
+
+@lru_cache(1024)
+def _largest_divisor(length: int, most: int) -> int:
+    """The largest divisor of a length that is at most `most`, in as many steps as the root of the length.
+
+    Of each pair of divisors, one is at most the root: large divisors are those with small quotients.
+    """
+    root = isqrt(length)
+    for quotient in range(-(-length // most), root + 1):
+        if length % quotient == 0:
+            return length // quotient
+    return next(n for n in range(min(most, root), 0, -1) if length % n == 0)
 
 
 def array_json(shape: Shape, dtype: DType, chunk: Shape) -> bytes:
