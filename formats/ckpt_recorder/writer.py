@@ -270,7 +270,8 @@ def _sender_of(settings: WriterSettings, file: LogFile, send: Callable[[str], No
     try:
         sender = LogSender(peers, Path(settings.folder), settings.rank, say)
     except (CkptError, OSError) as error:  # such as a token file that cannot be read: the log is written all the same
-        for host in peers.holders_of(peers.host_of(settings.rank, len(file.layout.ranks))):
+        own = peers.host_of(settings.rank, len(file.layout.ranks))
+        for host in (*peers.holders_of(own), *peers.parities_of(own)):
             say(str(peers.addresses[host]), reason_of(error))
         return None
     sender.advance(file.nbytes, Kind.NOTES, file.layout.first)

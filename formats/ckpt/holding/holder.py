@@ -11,11 +11,13 @@ import threading
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ckpt.holding.parity_buffer import ParityBuffer
 from ckpt.shadow.listener import Listener
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NoSpaceError, NotFoundError, UnsupportedError
 from ckpt_formats.core.text import format_nbytes
-from ckpt_formats.stores import piece_requests, wire
+from ckpt_formats.stores import parity_requests, piece_requests, wire
 from ckpt_formats.stores.address import NetworkAddress
+from ckpt_formats.stores.parity_requests import HeldParity, ParityName, ParityPlace
 from ckpt_formats.stores.piece_requests import HeldFile, HeldRun, HeldStatus, PieceName, SentPiece
 from ckpt_formats.stores.wire import FrameKind
 
@@ -54,6 +56,7 @@ class HeldPieces:
         """`memory`: the maximum number of bytes."""
         self.memory, self.nbytes = memory, 0
         self._runs: dict[str, dict[str, dict[str, _FileInMemory]]] = {}
+        self._parities: dict[str, dict[str, dict[tuple[int, ...], ParityBuffer]]] = {}
         self._freed: dict[str, int] = {}
         """The time of a run before which its generations were freed; only of runs that are held."""
         self._lock = threading.Lock()
@@ -67,8 +70,7 @@ class HeldPieces:
         """
         name = piece.name
         with self._lock:
-            if piece.created < self._freed.get(name.run, 0):
-                raise UnsupportedError("a newer segment of a run of this name is held, so this one was freed")
+            self._check_age(piece)
             file = self._runs.get(name.run, {}).get(name.generation, {}).get(name.file) or _FileInMemory()
             if not piece.replaces and name.offset < file.nbytes:
                 at = file.offsets.get(name.offset)
@@ -79,12 +81,7 @@ class HeldPieces:
                 raise IncompleteError("the bytes before the piece are not held", where=name.file)
             before = file.counted if piece.replaces else 0
             needed = self.nbytes - before + len(content) + PIECE_OVERHEAD
-            if needed > self.memory:
-                raise NoSpaceError(
-                    f"the holder may use {format_nbytes(self.memory)}, and would need {format_nbytes(needed)}",
-                    hint="Start it with more --memory, or store bases more often: the log before them is freed. "
-                    "Runs that have ended stay until it is started again.",
-                )
+            self._check_memory(needed)
             if piece.replaces:
                 file = _FileInMemory()
             file.offsets[name.offset] = len(file.pieces)
@@ -96,6 +93,55 @@ class HeldPieces:
             self._runs.setdefault(name.run, {}).setdefault(name.generation, {})[name.file] = file
             self.nbytes = needed
             return file.nbytes
+
+    def add(self, place: ParityPlace, piece: SentPiece, content: bytearray) -> int:
+        """Add a piece to a parity, or mark its column. Returns the bytes that are held.
+
+        A piece that was added already changes nothing. Raises `CorruptError` if another one is in its place, and
+        `NoSpaceError` and `UnsupportedError` as `store`.
+        """
+        name = place.parity
+        with self._lock:
+            self._check_age(piece)
+            key = (*name.set_key[:3], name.row)
+            buffer = self._parities.get(name.run, {}).get(name.generation, {}).get(key) or ParityBuffer(name)
+            if buffer.is_new(place, piece, len(content)):
+                entries = buffer.new_entries(place, len(content))
+                needed = self.nbytes + buffer.growth(place.at, len(content)) + PIECE_OVERHEAD * entries
+                self._check_memory(needed)
+                buffer.add(place, piece, content)
+                self._parities.setdefault(name.run, {}).setdefault(name.generation, {})[key] = buffer
+                self.nbytes = needed
+            return self.nbytes
+
+    def _check_age(self, piece: SentPiece) -> None:
+        if piece.created < self._freed.get(piece.name.run, 0):
+            raise UnsupportedError("a newer segment of a run of this name is held, so this one was freed")
+
+    def _check_memory(self, needed: int) -> None:
+        if needed > self.memory:
+            raise NoSpaceError(
+                f"the holder may use {format_nbytes(self.memory)}, and would need {format_nbytes(needed)}",
+                hint="Start it with more --memory, or store bases more often: the log before them is freed. "
+                "Runs that have ended stay until it is started again.",
+            )
+
+    def parities(self, run: str, with_pieces: bool = True) -> list[HeldParity]:
+        """All parities of a run, each column with all its pieces, or with none."""
+        with self._lock:
+            return [
+                buffer.held(with_pieces)
+                for buffers in self._parities.get(run, {}).values()
+                for buffer in buffers.values()
+            ]
+
+    def sum(self, name: ParityName, offset: int, nbytes: int) -> tuple[list[int], bytes]:
+        """Where the columns of a parity end, and bytes of it, as they are in memory now. Raises `NotFoundError`."""
+        with self._lock:
+            buffer = self._parities.get(name.run, {}).get(name.generation, {}).get((*name.set_key[:3], name.row))
+            if buffer is None:
+                raise NotFoundError("this parity is not held", where=name.run)
+            return buffer.read(offset, nbytes)
 
     def fetch(self, name: PieceName) -> bytearray:
         """The bytes of a piece, as they are in memory now. Raises `NotFoundError`."""
@@ -126,31 +172,46 @@ class HeldPieces:
     def drop(self, run: str, before: int) -> int:
         """Free the generations of a run that began before this time. Returns the bytes that are held now."""
         with self._lock:
-            generations = self._runs.get(run, {})
-            older = [one for one, files in generations.items() if all(file.created < before for file in files.values())]
-            for generation in older:
-                self.nbytes -= sum(file.counted for file in generations.pop(generation).values())
-            if generations:
+            generations, parities = self._runs.get(run, {}), self._parities.get(run, {})
+            for one in {*generations, *parities}:
+                files, buffers = generations.get(one, {}), parities.get(one, {})
+                parts: list[_FileInMemory | ParityBuffer] = [*files.values(), *buffers.values()]
+                if all(part.created < before for part in parts):
+                    self.nbytes -= sum(file.counted for file in generations.pop(one, {}).values())
+                    self.nbytes -= sum(_counted(buffer) for buffer in parities.pop(one, {}).values())
+            if generations or parities:
                 self._freed[run] = max(before, self._freed.get(run, 0))
             else:
-                self._runs.pop(run, None)
                 self._freed.pop(run, None)
+            for runs, own in ((self._runs, generations), (self._parities, parities)):
+                if not own:
+                    runs.pop(run, None)
             return self.nbytes
 
     @property
     def status(self) -> tuple[HeldStatus, ...]:
         """What is held, by run."""
         with self._lock:
-            return tuple(
-                HeldStatus(
-                    run,
-                    len(generations),
-                    len(files := [file for one in generations.values() for file in one.values()]),
-                    sum(file.nbytes for file in files),
-                    max(file.step for file in files),
-                )
-                for run, generations in sorted(self._runs.items())
-            )
+            return tuple(self._status_of(run) for run in sorted({*self._runs, *self._parities}))
+
+    def _status_of(self, run: str) -> HeldStatus:
+        generations, parities = self._runs.get(run, {}), self._parities.get(run, {})
+        files = [file for one in generations.values() for file in one.values()]
+        buffers = [buffer for one in parities.values() for buffer in one.values()]
+        parts: list[_FileInMemory | ParityBuffer] = [*files, *buffers]
+        return HeldStatus(
+            run,
+            len({*generations, *parities}),
+            len(files),
+            sum(file.nbytes for file in files),
+            sum(buffer.nbytes for buffer in buffers),
+            max(part.step for part in parts),
+        )
+
+
+def _counted(buffer: ParityBuffer) -> int:
+    """The bytes that a parity takes of the memory."""
+    return buffer.nbytes + PIECE_OVERHEAD * buffer.entries
 
 
 class Holder(Listener):
@@ -188,6 +249,13 @@ class Holder(Listener):
         if kind is FrameKind.DROP:
             fields = piece_requests.parse_request(body, {"run": str, "before": int})
             return FrameKind.STORED, _json({"nbytes": self._pieces.drop(fields["run"], fields["before"])})
+        if kind is FrameKind.ADD:
+            return FrameKind.STORED, _json({"nbytes": self._pieces.add(*parity_requests.parse_added(body))})
+        if kind is FrameKind.PARITIES:
+            fields = piece_requests.parse_request(body, {"run": str, "pieces": bool})
+            return FrameKind.HELD, parity_requests.dump_parities(self._pieces.parities(fields["run"], fields["pieces"]))
+        if kind is FrameKind.SUM:
+            return FrameKind.VALUES, parity_requests.dump_sum(*self._pieces.sum(*parity_requests.parse_sum(body)))
         raise CorruptError("not a request")
 
     def _status(self) -> dict[str, Any]:

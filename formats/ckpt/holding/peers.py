@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckpt_formats.core.errors import InvalidArgumentError
-from ckpt_formats.parity.scheme import PeerScheme, circle
+from ckpt_formats.parity.scheme import ParitySet, PeerScheme, circle
 from ckpt_formats.stores.address import NetworkAddress, parse_address
 
 HELD = "holds all"
@@ -22,9 +22,11 @@ class Peers:
     hosts: Sequence[str]
     """The addresses of the holders, HOST:PORT: one for each host, in the order of the ranks."""
     scheme: str = "copies:2"
-    """`copies:N`: N other hosts hold all that a host records. Any N - 1 hosts may be lost, and the chain besides."""
+    """`copies:N`: N other hosts hold all that a host records. Any N - 1 hosts may be lost, and the chain besides.
+    `parity:K+M`: each host holds what it records, and M hosts of its group hold parities of K hosts' data: any M hosts
+    of a group may be lost, and the chain besides."""
     jump: int = 1
-    """The distance between a host and those that hold its copies: the hosts of a rack, so that no rack has all."""
+    """The distance between hosts that hold the same, or its parity: the hosts of a rack, so that no rack has all."""
     run: str | None = None
     """The name of the run, if hosts hold several; None: the name of the chain's folder."""
 
@@ -34,15 +36,15 @@ class Peers:
         object.__setattr__(self, "hosts", tuple(self.hosts))
         if len(set(self.addresses)) < len(self.hosts):
             raise InvalidArgumentError("a host is named twice", where="peers.hosts")
-        if not PeerScheme.parse(self.scheme).is_copies:
-            raise InvalidArgumentError(
-                f"{self.scheme!r:.40} cannot be `peers.scheme`", where="peers.scheme", hint='Give "copies:2".'
-            )
+        if not isinstance(self.scheme, str):
+            raise InvalidArgumentError(f"{self.scheme!r:.40} cannot be `peers.scheme`", where="peers.scheme")
         if not isinstance(self.jump, int) or self.jump < 1:
             raise InvalidArgumentError(f"{self.jump!r:.40} cannot be `peers.jump`", where="peers.jump")
-        if self.copies >= len(self.hosts):
+        if not self.parsed.is_copies:
+            self.parsed.groups(len(self.hosts), self.jump)  # raises: the hosts are too few
+        elif self.parsed.spares >= len(self.hosts):
             raise InvalidArgumentError(
-                f"{self.scheme} needs more than {self.copies} hosts, and there are {len(self.hosts)}",
+                f"{self.scheme} needs more than {self.parsed.spares} hosts, and there are {len(self.hosts)}",
                 where="peers.scheme",
                 hint="Name more hosts, or fewer copies.",
             )
@@ -50,9 +52,14 @@ class Peers:
     # A sender asks for all holders of all ranks, again and again.
 
     @cached_property
-    def copies(self) -> int:
-        """How many other hosts hold what a host records."""
-        return PeerScheme.parse(self.scheme).spares
+    def parsed(self) -> PeerScheme:
+        """The scheme."""
+        return PeerScheme.parse(self.scheme)
+
+    @cached_property
+    def sets(self) -> tuple[ParitySet, ...]:
+        """All sets of hosts with a parity; none of copies."""
+        return () if self.parsed.is_copies else tuple(self.parsed.sets(len(self.hosts), self.jump))
 
     @cached_property
     def addresses(self) -> tuple[NetworkAddress, ...]:
@@ -64,11 +71,29 @@ class Peers:
         """The hosts in the order in which each gives its copies to those that follow it, in a circle."""
         return circle(len(self.hosts), self.jump)
 
+    def sets_of(self, host: int) -> tuple[ParitySet, ...]:
+        """The sets whose parity has pieces of a host."""
+        return tuple(one for one in self.sets if host in one.data)
+
     def holders_of(self, host: int) -> tuple[int, ...]:
-        """The hosts that hold what a host records. It is not among them."""
+        """The hosts that hold all that a host records: other ones, or with parity itself."""
+        if not self.parsed.is_copies:
+            return (host,)
         order = self.order
         at = order.index(host)
-        return tuple(order[(at + number) % len(order)] for number in range(1, self.copies + 1))
+        return tuple(order[(at + number) % len(order)] for number in range(1, self.parsed.spares + 1))
+
+    def parities_of(self, host: int) -> tuple[int, ...]:
+        """The hosts that hold parities with pieces of a host, those that follow it in its group first; none of copies.
+
+        The first M of them hold copies of what is small, too.
+        """
+        own = {one for among in self.sets_of(host) for one in among.parities}
+        return tuple(sorted(own, key=lambda one: (one < host, one)))
+
+    def lane_of(self, rank: int, world: int) -> int:
+        """The number of a rank on its host."""
+        return rank % max(world // len(self.hosts), 1)
 
     def host_of(self, rank: int, world: int) -> int:
         """The host of a rank: hosts have equally many ranks, in order.

@@ -2,23 +2,28 @@
 
 The files of the chain are the queue: what was not sent yet lies there. So a slow holder takes no memory, one that was
 started again is filled from the start, and one that is gone only makes a line in the log of the trainer.
+
+With parity, the rank's own host holds all pieces, and other hosts add them to parities:
+`ckpt_formats.stores.parity_requests` has what is held then, and what is always true of it.
 """
 
 import os
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckpt.holding.peers import HELD, Peers
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError
-from ckpt_formats.stores import piece_requests, wire
+from ckpt_formats.parity.scheme import ParitySet
+from ckpt_formats.stores import parity_requests, piece_requests, wire
 from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.connection import Connection
 from ckpt_formats.stores.http_client import Credentials
+from ckpt_formats.stores.parity_requests import HeldParity, ParityName, ParityPlace
 from ckpt_formats.stores.piece_requests import HeldRun, PieceName, SentPiece
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.chain_file import ChainIndex
@@ -32,6 +37,8 @@ _SOON, _LATE = 0.1, 5.0
 """Seconds from one try to reach a holder to the next: twice as long each time."""
 _SMALL, _SMALL_SECONDS = 1 << 16, 0.1
 """Bytes up to which a piece is small, and how long the next one waits for more: each piece costs memory besides."""
+_OWN_SECONDS = 0.02
+"""How long a holder of parity waits until it is looked again whether the rank's own holder has a piece."""
 _CHECK_SECONDS = 10.0
 """After so long without anything to send, a holder is asked whether it still has what it had."""
 _LOOK_SECONDS = 0.5
@@ -47,12 +54,16 @@ class _SentFile:
     path: Path
     nbytes: int
     """The bytes that may be sent."""
+    is_small: bool = False
+    """Whether hosts hold copies of it, also with parity."""
     content: bytes | None = None
     """All of a small file that is replaced by newer ones; its `version` counts them."""
     version: int = 0
     pieces: list[tuple[int, str]] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     """Where each piece begins."""
+    placed: int = 0
+    """How many pieces have a place in a stream."""
     cut: int = 0
     """Where the pieces end."""
     cut_at: float = 0.0
@@ -94,6 +105,27 @@ class _SentFile:
         return self.steps[at - 1] if at else 0
 
 
+@dataclass(frozen=True)
+class _Contribution:
+    """A piece that is added to parities."""
+
+    name: str
+    file: _SentFile
+    number: int
+    at: int
+    """Where it begins in the stream."""
+
+
+@dataclass(eq=False)
+class _Stream:
+    """What a rank adds to the parities of a set."""
+
+    set: ParitySet
+    column: int
+    contributions: list[_Contribution] = field(default_factory=list)
+    nbytes: int = 0
+
+
 @dataclass
 class PeerState:
     """How far a holder is."""
@@ -105,6 +137,27 @@ class PeerState:
     """Bytes that were sent to it."""
     has_failed: bool = False
     """Whether the last try to reach it failed."""
+
+
+@dataclass(eq=False)
+class _Target:
+    """A holder, what it should have, and what it has as far as the connection to it knows."""
+
+    state: PeerState
+    holds_all: bool
+    """Whether it should have all pieces."""
+    holds_small: bool
+    """Whether it should have the small files, at least."""
+    rows: tuple[tuple[_Stream, int], ...]
+    """The streams that it should add to parities, and which row it has of each."""
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By file, how many of its pieces it has, and which version."""
+    added: dict[_Stream, int] = field(default_factory=dict)
+    """By stream, how many pieces were added."""
+    marked: set[_Stream] = field(default_factory=set)
+
+    def should_have(self, file: _SentFile) -> bool:
+        return self.holds_all or (self.holds_small and file.is_small)
 
 
 class LogSender:
@@ -126,14 +179,18 @@ class LogSender:
         self._files: dict[str, _SentFile] = {}
         if rank == 0:
             name = f"{segment.name}/{layouts.NAME}"
-            self._files[name] = _SentFile(segment / layouts.NAME, (segment / layouts.NAME).stat().st_size)
+            self._files[name] = _SentFile(segment / layouts.NAME, (segment / layouts.NAME).stat().st_size, True)
         self._files[self._log] = _SentFile(segment / rank_file(rank), 0)
         self._changed, self._is_closing, self._changes = threading.Condition(), False, 0
         self._cutting = threading.Lock()  # not `_changed`: the writer of the log never waits for a read of a file
         self._seen: tuple[int, ...] = ()
         host = peers.host_of(rank, self._world)
-        self.states = tuple(PeerState(peers.addresses[one]) for one in peers.holders_of(host))
-        self._threads = [threading.Thread(target=self._send_all, args=(one,), daemon=True) for one in self.states]
+        self._lane = peers.lane_of(rank, self._world)
+        self._streams = [_Stream(one, one.data.index(host)) for one in peers.sets_of(host)]
+        self._starts: dict[_Stream, int] | None = None
+        self._targets = self._targets_of(host)
+        self.states = tuple(one.state for one in self._targets)
+        self._threads = [threading.Thread(target=self._send_all, args=(one,), daemon=True) for one in self._targets]
         if rank == 0:
             threading.Thread(target=self._follow_chain, daemon=True).start()
             threading.Thread(target=self._free_others, daemon=True).start()
@@ -166,6 +223,21 @@ class LogSender:
             while thread.is_alive() and not state.has_failed and time.monotonic() < deadline:
                 thread.join(0.05)
 
+    def _targets_of(self, host: int) -> tuple[_Target, ...]:
+        addresses, parities = self._peers.addresses, self._peers.parities_of(host)
+        whole = [_Target(PeerState(addresses[one]), True, True, ()) for one in self._peers.holders_of(host)]
+        return *whole, *(
+            _Target(
+                PeerState(addresses[one]),
+                False,
+                number < self._peers.parsed.spares,
+                tuple(
+                    (stream, stream.set.parities.index(one)) for stream in self._streams if one in stream.set.parities
+                ),
+            )
+            for number, one in enumerate(parities)
+        )
+
     # A thread for each holder
 
     def _note(self, state: PeerState, text: str) -> None:
@@ -173,14 +245,17 @@ class LogSender:
             state.text = text
             self._say(str(state.address), text)
 
-    def _send_all(self, state: PeerState) -> None:
-        pause = _SOON
+    def _send_all(self, target: _Target) -> None:
+        state, pause = target.state, _SOON
         while True:
             try:
                 with closing(Connection(state.address, self._credentials, "holder", _SECONDS)) as connection:
-                    counts = self._counts(piece_requests.list_run(connection, self._run))
+                    target.counts = self._counts(piece_requests.list_run(connection, self._run))
+                    target.added, target.marked = dict.fromkeys((stream for stream, _ in target.rows), 0), set()
+                    if target.rows:
+                        self._compare_added(target, parity_requests.list_parities(connection, self._run))
                     pause, state.has_failed = _SOON, False
-                    while self._send_missing(connection, counts, state):
+                    while self._send_missing(connection, target):
                         pass
                 return
             except (CkptError, OSError) as error:
@@ -201,22 +276,49 @@ class LogSender:
             if own is None or own.content is not None:
                 continue
             with self._cutting:
-                own.cut_pieces(len(file.pieces))
+                self._cut(name, own, len(file.pieces))
                 if list(file.pieces) != own.pieces[: len(file.pieces)]:
                     raise CorruptError("has other pieces of this run", where=name)
             counts[name] = (len(file.pieces), own.version)
         return counts
 
-    def _send_missing(self, connection: Connection, counts: dict[str, tuple[int, int]], state: PeerState) -> bool:
+    def _compare_added(self, target: _Target, parities: Sequence[HeldParity]) -> None:
+        """Note what a holder has added. Raises `CorruptError` if it has added something else."""
+        held = {parity.name: parity.columns for parity in parities}
+        for stream, row in target.rows:
+            column = held.get(self._parity_of(stream, row), {}).get(stream.column)
+            if column is None:
+                continue
+            at = 0
+            with self._cutting:
+                for piece in column.pieces:
+                    while at < len(stream.contributions) and stream.contributions[at].at < piece.at:
+                        at += 1  # a gap: it could not be read any more
+                    one = stream.contributions[at] if at < len(stream.contributions) else None
+                    if one is None or (one.name, one.at, *one.file.pieces[one.number]) != (
+                        *(piece.file, piece.at),
+                        *(piece.nbytes, piece.digest),
+                    ):
+                        raise CorruptError("has added other pieces of this run", where=piece.file)
+                    at += 1
+            target.added[stream] = at
+            if column.is_marked:
+                target.marked.add(stream)
+
+    def _send_missing(self, connection: Connection, target: _Target) -> bool:
         """Send what a holder does not have. Returns whether the sender goes on; waits if there is nothing."""
         with self._changed:
             files, changes = list(self._files.items()), self._changes
         for name, file in files:
-            while (piece := self._next_piece(name, file, counts)) is not None:
+            while target.should_have(file) and (piece := self._next_piece(name, file, target.counts)) is not None:
                 piece_requests.store(connection, *piece)
-                count = 0 if piece[0].replaces else counts.get(name, (0, 0))[0]
-                counts[name] = (count + 1, file.version)
-                state.sent += len(piece[1])
+                count = 0 if piece[0].replaces else target.counts.get(name, (0, 0))[0]
+                target.counts[name] = (count + 1, file.version)
+                target.state.sent += len(piece[1])
+        if target.rows and not self._add_missing(connection, target):
+            with self._changed:
+                self._changed.wait(_OWN_SECONDS)
+            return True
         has_rest = any(file.cut < file.nbytes for _, file in files)  # a small piece that waits for more
         if has_rest:
             with self._changed:
@@ -224,14 +326,25 @@ class LogSender:
             return True
         if self._changes != changes:
             return True
-        self._note(state, HELD)
+        self._note(target.state, HELD)
         with self._changed:
             is_new = self._changed.wait_for(lambda: self._changes != changes or self._is_closing, _CHECK_SECONDS)
             if self._changes == changes and self._is_closing:
                 return False
-        if not is_new and self._generation not in piece_requests.list_run(connection, self._run, with_pieces=False):
+        if not is_new and not self._is_there(connection, target):
             raise IncompleteError("has lost what it had of this run")
         return True
+
+    def _is_there(self, connection: Connection, target: _Target) -> bool:
+        """Whether a holder still has something of what it had."""
+        if target.counts:
+            run = piece_requests.list_run(connection, self._run, with_pieces=False)
+            if self._generation not in run:
+                return False
+        if not any(target.added.values()):
+            return True
+        parities = parity_requests.list_parities(connection, self._run, with_pieces=False)
+        return any(one.name.generation == self._generation for one in parities)
 
     def _next_piece(
         self, name: str, file: _SentFile, counts: dict[str, tuple[int, int]]
@@ -241,11 +354,16 @@ class LogSender:
             count, version = counts.get(name, (0, 0))
             if file.content is not None and version != file.version:
                 count = 0
-            file.cut_pieces(count + 1, is_last=self._is_closing or name != self._log)
+            self._cut(name, file, count + 1)
             if count >= len(file.pieces):
                 return None
-            nbytes, digest = file.pieces[count]
-            offset = file.offsets[count]
+        return self._sent(name, file, count)
+
+    def _sent(self, name: str, file: _SentFile, number: int) -> tuple[SentPiece, bytes]:
+        """A piece, and its bytes. Raises `OSError` if they cannot be read any more."""
+        with self._cutting:
+            nbytes, digest = file.pieces[number]
+            offset = file.offsets[number]
         end = offset + nbytes
         content = file.read(offset, nbytes)
         with self._changed:
@@ -253,6 +371,83 @@ class LogSender:
             step = file.step_at(end)
         piece = PieceName(self._run, self._generation, name, offset)
         return SentPiece(piece, digest, step, starts, file.content is not None, self._world, self._created), content
+
+    def _cut(self, name: str, file: _SentFile, count: int) -> None:
+        """Cut a file into so many pieces, as far as they are there, and append each to the shortest stream.
+
+        The caller holds `_cutting`: so all holders of parities have the same streams.
+        """
+        file.cut_pieces(count, is_last=self._is_closing or name != self._log)
+        for number in range(file.placed, len(file.pieces) if self._streams and not file.is_small else 0):
+            stream = min(self._streams, key=lambda one: one.nbytes)
+            stream.contributions.append(_Contribution(name, file, number, stream.nbytes))
+            stream.nbytes += file.pieces[number][0]
+            file.placed = number + 1
+
+    # Parity
+
+    def _parity_of(self, stream: _Stream, row: int) -> ParityName:
+        scheme = self._peers.parsed
+        numbers = (stream.set.group, stream.set.number, self._lane, row, scheme.data, scheme.spares)
+        return ParityName(self._run, self._generation, *numbers)
+
+    def _add_missing(self, connection: Connection, target: _Target) -> bool:
+        """Let a holder add what it has not. Returns False if this waits for the rank's own holder."""
+        with self._changed:
+            files = list(self._files.items())
+        with self._cutting:
+            for name, file in files:
+                while not file.is_small and file.cut < file.nbytes:
+                    count = len(file.pieces)
+                    self._cut(name, file, count + 1)
+                    if len(file.pieces) == count:
+                        break
+            starts = self._find_starts(dict(files))
+        for stream, row in target.rows:
+            while target.added[stream] < len(stream.contributions):
+                one = stream.contributions[target.added[stream]]
+                if not self._is_own(one):
+                    return False
+                self._add(connection, target, stream, row, one)
+                target.added[stream] += 1
+            if starts is not None and stream not in target.marked and target.added[stream] >= starts[stream]:
+                place = ParityPlace(self._parity_of(stream, row), stream.column, self._rank, 0)
+                log = PieceName(self._run, self._generation, self._log, 0)
+                mark = SentPiece(log, piece_requests.digest_of(b""), 0, False, False, self._world, self._created)
+                parity_requests.add(connection, place, mark, b"")
+                target.marked.add(stream)
+        return True
+
+    def _add(self, connection: Connection, target: _Target, stream: _Stream, row: int, one: _Contribution) -> None:
+        try:
+            piece, content = self._sent(one.name, one.file, one.number)
+        except OSError:
+            if self._files.get(one.name) is one.file:
+                raise
+            return  # the chain was compacted: a gap, which counts as zeros
+        place = ParityPlace(self._parity_of(stream, row), stream.column, self._rank, one.at)
+        parity_requests.add(connection, place, piece, content)
+        target.state.sent += len(content)
+
+    def _is_own(self, one: _Contribution) -> bool:
+        """Whether the rank's own holder has a piece, or does not answer."""
+        own = self._targets[0]
+        return own.state.has_failed or own.counts.get(one.name, (0, 0))[0] > one.number
+
+    def _find_starts(self, files: Mapping[str, _SentFile]) -> dict[_Stream, int] | None:
+        """By stream, how many pieces it has of that from which a replay begins; None if not all of that is there."""
+        log = files[self._log]
+        parts = [file for name, file in files.items() if not file.is_small and name != self._log]
+        if self._starts is None and log.start_end is not None and log.cut >= log.start_end:
+            if any(file.cut < file.nbytes for file in parts) or (self._rank == 0 and chain_file.NAME not in files):
+                return None
+            self._starts = {
+                stream: sum(
+                    one.file is not log or log.offsets[one.number] < log.start_end for one in stream.contributions
+                )
+                for stream in self._streams
+            }
+        return self._starts
 
     # Rank 0
 
@@ -302,7 +497,7 @@ class LogSender:
             self._files |= added
             if before is None or before.content != content:
                 version = 1 if before is None else before.version + 1
-                before = _SentFile(self._segment, len(content), content, version)
+                before = _SentFile(self._segment, len(content), True, content, version)
             self._files[chain_file.NAME] = before  # it comes last: what it names is held then
             self._changes += 1
             self._changed.notify_all()
@@ -310,20 +505,51 @@ class LogSender:
 
     def _is_whole(self) -> bool:
         """Whether a replay can begin with what is held: each rank's start, by all holders of it that answer."""
-        runs = dict[NetworkAddress, HeldRun]()
+        runs, parities = dict[NetworkAddress, HeldRun](), dict[NetworkAddress, dict[ParityName, HeldParity]]()
         for address in self._peers.addresses:
             if self._is_closing:
                 return False
             with suppress(CkptError), closing(Connection(address, self._credentials, "holder", _ASK_SECONDS)) as one:
-                runs[address] = piece_requests.list_run(one, self._run, with_pieces=False)
-        for rank in range(self._world):
-            hosts = self._peers.holders_of(self._peers.host_of(rank, self._world))
-            addresses = [self._peers.addresses[host] for host in hosts]
-            generations = [runs[one].get(self._generation, {}) for one in addresses if one in runs]
-            for name in (f"{self._segment.name}/{rank_file(rank)}", *([chain_file.NAME] if rank == 0 else [])):
-                files = [run.get(name) for run in generations]
-                if not files or any(file is None or not (file.starts or name == chain_file.NAME) for file in files):
-                    return False
+                run = piece_requests.list_run(one, self._run, with_pieces=False)
+                if self._peers.sets:
+                    held = parity_requests.list_parities(one, self._run, with_pieces=False)
+                    parities[address] = {parity.name: parity for parity in held}
+                runs[address] = run
+        return all(
+            self._is_start_held(rank, runs) and self._is_start_added(rank, parities) for rank in range(self._world)
+        )
+
+    def _is_start_held(self, rank: int, runs: Mapping[NetworkAddress, HeldRun]) -> bool:
+        host = self._peers.host_of(rank, self._world)
+        whole = self._peers.holders_of(host)
+        names = [(f"{self._segment.name}/{rank_file(rank)}", whole)]
+        if rank == 0:
+            names.append((chain_file.NAME, (*whole, *self._peers.parities_of(host)[: self._peers.parsed.spares])))
+        for name, hosts in names:
+            addresses = [self._peers.addresses[one] for one in hosts]
+            files = [runs[one].get(self._generation, {}).get(name) for one in addresses if one in runs]
+            if not files and not (self._peers.sets and name != chain_file.NAME):
+                return False
+            if any(file is None or not (file.starts or name == chain_file.NAME) for file in files):
+                return False
+        return True
+
+    def _is_start_added(self, rank: int, parities: Mapping[NetworkAddress, Mapping[ParityName, HeldParity]]) -> bool:
+        """Whether all parities of a rank that answer have its start, and those that do not may be lost."""
+        host, lane = self._peers.host_of(rank, self._world), self._peers.lane_of(rank, self._world)
+        for stream in (_Stream(one, one.data.index(host)) for one in self._peers.sets_of(host)):
+            silent = [
+                one for one in (*stream.set.data, *stream.set.parities) if self._peers.addresses[one] not in parities
+            ]
+            if len(silent) > self._peers.parsed.spares:
+                return False
+            for row, one in enumerate(stream.set.parities):
+                name = replace(self._parity_of(stream, row), lane=lane)
+                if one not in silent:
+                    parity = parities[self._peers.addresses[one]].get(name)
+                    column = None if parity is None else parity.columns.get(stream.column)
+                    if column is None or not column.is_marked:
+                        return False
         return True
 
     def _free_older(self, address: NetworkAddress) -> bool:

@@ -44,6 +44,28 @@ def recovery_matrix(data: int, parities: int, present: Sequence[int], wanted: Se
     return multiply(generator[list(wanted)], whole)
 
 
+def solution(matrix: Array, column: int) -> Array | None:
+    """Return the factors of rows whose sum is 1 in a column and 0 in all others: (rows,) uint8; None if there are none.
+
+    `matrix`: (rows, columns) uint8. Unlike those of `parity_matrix`, its elements may be 0 anywhere.
+    """
+    rows, columns = matrix.shape
+    both = np.concatenate([matrix, np.eye(rows, dtype=np.uint8)], axis=1)
+    done = 0
+    for at in range(columns):
+        pivots = np.flatnonzero(both[done:, at])
+        if not len(pivots):
+            if at == column:
+                return None
+            continue
+        _pivot(both, done, done + int(pivots[0]), at)
+        if at == column:
+            row = done
+        done += 1
+    own = both[row]
+    return None if np.count_nonzero(own[:columns]) > 1 else np.ascontiguousarray(own[columns:])
+
+
 def multiply(left: Array, right: Array) -> Array:
     """Return the product (n, m) of two matrices (n, k) and (k, m) over GF(2^8), all uint8."""
     product = np.zeros((left.shape[0], right.shape[1]), np.uint8)
@@ -57,13 +79,17 @@ def inverse(matrix: Array) -> Array:
     size = len(matrix)
     both = np.concatenate([matrix, np.eye(size, dtype=np.uint8)], axis=1)
     for column in range(size):
-        pivot = column + int(np.flatnonzero(both[column:, column])[0])
-        both[[column, pivot]] = both[[pivot, column]]
-        both[[column]] = multiply(_inverses()[both[[column], column]][:, None], both[[column]])
-        factors = both[:, [column]].copy()
-        factors[column] = 0
-        both ^= multiply(factors, both[[column]])
+        _pivot(both, column, column + int(np.flatnonzero(both[column:, column])[0]), column)
     return np.ascontiguousarray(both[:, size:])
+
+
+def _pivot(matrix: Array, row: int, other: int, column: int) -> None:
+    """Exchange two rows, then make the element of the first 1 in a column, and those of all others 0, in place."""
+    matrix[[row, other]] = matrix[[other, row]]
+    matrix[[row]] = multiply(_inverses()[matrix[[row], column]][:, None], matrix[[row]])
+    factors = matrix[:, [column]].copy()
+    factors[row] = 0
+    matrix ^= multiply(factors, matrix[[row]])
 
 
 @cache

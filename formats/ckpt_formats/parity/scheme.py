@@ -24,6 +24,23 @@ _PARITY = re.compile(r"parity:(\d{1,3})\+(\d{1,3})", re.ASCII)
 
 
 @dataclass(frozen=True)
+class ParitySet:
+    """K hosts of a group, of whose pieces parities are computed, and the M other hosts that hold these parities.
+
+    Each host of a group is a column of K sets, and holds a parity of M others. So it holds M / K of what it has itself,
+    and a host that is lost takes at most one block of each set with it.
+    """
+
+    group: int
+    number: int
+    """Its place in the group."""
+    data: tuple[int, ...]
+    """The host of each column."""
+    parities: tuple[int, ...]
+    """The host of each parity."""
+
+
+@dataclass(frozen=True)
 class PeerScheme:
     """How many pieces a parity is computed of, and how many hosts may be lost. Copies are the code of one piece."""
 
@@ -91,6 +108,13 @@ class PeerScheme:
             count = (high - low) // self.hosts
             result += [range(low + group, high, count) for group in range(count)]
         return tuple(result)
+
+    def sets(self, hosts: int, jump: int = 1) -> Iterator[ParitySet]:
+        """All sets of all groups. Raises `InvalidArgumentError` as `groups`."""
+        for group, members in enumerate(self.groups(hosts, jump)):
+            for number in range(len(members)):
+                own = [members[(number + at) % len(members)] for at in range(self.hosts)]
+                yield ParitySet(group, number, tuple(own[self.spares :]), tuple(own[: self.spares]))
 
     def holding(self, hosts: int, jump: int) -> Iterator[Sequence[int]]:
         """The hosts that have the same, or its parity: of each set, so many as there are spares may be lost."""

@@ -1,15 +1,15 @@
 """A run in the memory of other hosts: `peers://HOST:PORT,HOST:PORT/RUN`. Nothing that a holder sends is believed.
 
 Each piece is compared with the hash that its sender computed. If it does not fit, or if its holder does not answer,
-another holder is asked, then the fallback: a folder or URL of the chain.
+another holder is asked, then parity gives it, then the fallback: a folder or URL of the chain.
 """
 
 import random
 import time
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -17,18 +17,25 @@ from itertools import accumulate
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import BoundedSemaphore, Lock
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+
+from ckpt_codecs.base import Array
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError, NotFoundError
 from ckpt_formats.core.files import read_range
 from ckpt_formats.core.store_path import StorePath
-from ckpt_formats.stores import piece_requests
+from ckpt_formats.stores import parity_requests, piece_requests
 from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.connection import Connection
 from ckpt_formats.stores.http_client import Credentials
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
+from ckpt_formats.stores.parity_pieces import ParityRow, PiecesInParity, PlacedPiece, computed, rows_of
+from ckpt_formats.stores.parity_requests import ColumnPiece, HeldParity
 from ckpt_formats.stores.piece_requests import HeldFile, HeldRun, PieceName
 from ckpt_formats.stores.wire import parse_addresses
+
+T = TypeVar("T")
 
 SCHEME = "peers"
 CHAIN, LOG = "chain.json", ".ckg"
@@ -42,6 +49,10 @@ _CONNECTIONS = 4
 """Connections of a reader to a holder, which lets in some hundred: all ranks of a job may read at the same time."""
 _MAX_DAMAGED = 1000
 """How many pieces that did not fit are remembered."""
+_OTHERS = 128
+"""Pieces that are in memory because others are computed from them."""
+_REFRESHES = 8
+"""How often to ask again what holders have, if a parity has changed meanwhile."""
 _HINT = "Start `ckpt hold` there, or name other hosts; --from names another copy of the chain."
 
 
@@ -52,6 +63,7 @@ class HolderAnswer:
     address: NetworkAddress
     run: HeldRun
     error: CkptError | None = None
+    parities: tuple[HeldParity, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,39 @@ class DamagedPiece:
     holder: str
     file: str
     offset: int
+    is_parity: bool = False
+    """Whether it has a parity that does not give the piece as it was sent."""
+
+
+class _ParityChanged(Exception):
+    """A parity has pieces that were not listed when the holders were asked."""
+
+
+class _HeldGeneration:
+    """What holders that answer have of a generation."""
+
+    def __init__(self, generation: str, answers: Sequence[HolderAnswer]) -> None:
+        self._sources: dict[str, list[tuple[NetworkAddress, HeldFile, list[int]]]] = {}
+        """By file: its holders, what they have, and where each piece begins."""
+        for answer in answers:
+            for name, file in answer.run.get(generation, {}).items():
+                starts = list(accumulate((nbytes for nbytes, _ in file.pieces), initial=0))
+                self._sources.setdefault(name, []).append((answer.address, file, starts))
+        self.parity = PiecesInParity(
+            [
+                (answer.address, one)
+                for answer in answers
+                for one in answer.parities
+                if one.name.generation == generation
+            ]
+        )
+
+    def holders(self, name: str, offset: int, nbytes: int) -> Iterator[tuple[NetworkAddress, str]]:
+        """Who has a piece, and its hash there."""
+        for address, file, starts in self._sources.get(name, ()):
+            at = bisect_left(starts, offset)
+            if at < len(file.pieces) and starts[at] == offset and file.pieces[at][0] == nbytes:
+                yield address, file.pieces[at][1]
 
 
 class PeersStore(ListedStore):
@@ -68,6 +113,7 @@ class PeersStore(ListedStore):
 
     Attributes:
         nbytes_from: The bytes that were read from each holder, and from the fallback.
+        nbytes_computed: The bytes that nobody had any more, and that were computed from parity.
         damaged: The pieces that did not fit their hash.
         silent: Why each holder that does not answer does not.
         notices: What the reader should know of the choice of the generation.
@@ -86,6 +132,17 @@ class PeersStore(ListedStore):
                 known = self._files.get(name)
                 if known is None or (file.step, file.nbytes) > (known.step, known.nbytes):
                     self._files[name] = file
+        self._held = _HeldGeneration(generation, answers)
+        self.nbytes_from: Counter[str] = Counter()
+        self.nbytes_computed = 0
+        self.damaged: set[DamagedPiece] = set()
+        self.silent: dict[str, str] = {
+            str(answer.address): answer.error.what for answer in answers if answer.error is not None
+        }
+        for name, file in self._held.parity.files(self._is_lost):
+            known = self._files.get(name)
+            if known is None or (file.step, file.nbytes) > (known.step, known.nbytes):
+                self._files[name] = file
         objects = {}
         for name, file in self._files.items():
             starts = list(accumulate((nbytes for nbytes, _ in file.pieces), initial=0))
@@ -98,12 +155,8 @@ class PeersStore(ListedStore):
         self._connections = {answer.address: SimpleQueue[Connection]() for answer in answers}
         weakref.finalize(self, _close_all, tuple(self._connections.values()))
         self._recent: OrderedDict[tuple[str, int], Future[memoryview]] = OrderedDict()
-        self._lock_of_recent = Lock()
-        self.nbytes_from: Counter[str] = Counter()
-        self.damaged: set[DamagedPiece] = set()
-        self.silent: dict[str, str] = {
-            str(answer.address): answer.error.what for answer in answers if answer.error is not None
-        }
+        self._others: OrderedDict[tuple[str, int], Array] = OrderedDict()
+        self._lock_of_recent, self._lock_of_held = Lock(), Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._run, self._generation, self._answers, self._fallback, self.notices)
@@ -173,28 +226,17 @@ class PeersStore(ListedStore):
         start, end = self._starts[name][number : number + 2]
         digest = self._files[name].pieces[number][1]
         digests = {digest}
-        for answer in self._answers:
-            file = answer.run.get(self._generation, {}).get(name)
-            if file is None or len(file.pieces) <= number:
-                continue
-            own_nbytes, own_digest = file.pieces[number]
-            if own_nbytes != end - start or (name == CHAIN and own_digest != digest):
+        for address, own_digest in self._held.holders(name, start, end - start):
+            if name == CHAIN and own_digest != digest:
                 continue  # an older list
-            digests.add(own_digest)
-            if str(answer.address) in self.silent:
-                continue
-            try:
-                content = self._request(answer.address, name, start)
-            except (CorruptError, NotFoundError):
-                continue
-            except CkptError as error:
-                self.silent[str(answer.address)] = error.what
-                continue
             # A bit may also flip in the list of hashes: those of another holder tell then.
-            if len(content) == end - start and piece_requests.digest_of(content) == own_digest:
-                self._count(str(answer.address), len(content))
+            digests.add(own_digest)
+            content = self._from_holder(address, own_digest, name, start, end - start)
+            if content is not None:
                 return content
-            self._note_damage(DamagedPiece(str(answer.address), name, start))
+        computed = self._computed_now(name, start, end - start, digests)
+        if computed is not None:
+            return computed
         if self._fallback is not None:
             with suppress(CkptError, OSError):
                 other = read_range(self._fallback / name, start, end - start)
@@ -207,6 +249,131 @@ class PeersStore(ListedStore):
             hint=_HINT,
         )
 
+    def _from_holder(
+        self, address: NetworkAddress, digest: str, name: str, start: int, nbytes: int
+    ) -> bytearray | None:
+        """A piece from a holder; None if it does not answer, or does not have it with this hash."""
+        if str(address) in self.silent:
+            return None
+        piece = PieceName(self._run, self._generation, name, start)
+        try:
+            content = self._request(address, lambda connection: piece_requests.fetch(connection, piece))
+        except (CorruptError, NotFoundError):
+            return None
+        except CkptError as error:
+            self.silent[str(address)] = error.what
+            return None
+        if len(content) == nbytes and piece_requests.digest_of(content) == digest:
+            self._count(str(address), nbytes)
+            return content
+        self._note_damage(DamagedPiece(str(address), name, start))
+        return None
+
+    # Parity
+
+    def _is_lost(self, piece: ColumnPiece) -> bool:
+        """Whether no holder that answers has a piece, as far as is known."""
+        return not any(
+            digest == piece.digest
+            and str(address) not in self.silent
+            and DamagedPiece(str(address), piece.file, piece.offset) not in self.damaged
+            for address, digest in self._held.holders(piece.file, piece.offset, piece.nbytes)
+        )
+
+    def _computed_now(self, name: str, start: int, nbytes: int, digests: set[str]) -> memoryview | None:
+        """A piece from parity, as the holders have it now; None if it cannot be computed."""
+        for _ in range(_REFRESHES):
+            held = self._held
+            try:
+                for placed in held.parity.placed(name, start):
+                    if placed.piece.nbytes == nbytes:
+                        content = self._computed(placed, digests | {placed.piece.digest})
+                        if content is not None:
+                            with self._lock_of_recent:
+                                self.nbytes_computed += nbytes
+                            return content.data
+                return None
+            except _ParityChanged:
+                with self._lock_of_held:
+                    if self._held is held:
+                        answers = _ask_all([answer.address for answer in self._answers], self._run)
+                        self._held = _HeldGeneration(self._generation, answers)
+        return None
+
+    def _computed(self, placed: PlacedPiece, digests: set[str]) -> Array | None:
+        lost, failed = set[ColumnPiece](), list[list[ParityRow]]()
+
+        def is_lost(piece: ColumnPiece) -> bool:
+            return piece in lost or self._is_lost(piece)
+
+        while True:
+            count = len(lost)
+            for sections in placed.set.choices(placed.column, placed.piece, is_lost):
+                rows = rows_of(sections)
+                sums = {row.name: self._sum(row, placed.piece) for row in rows}
+                others = dict[tuple[str, int], Array]()
+                for other in (one for section in sections for one, _ in section.others):
+                    content = self._other(other)
+                    if content is None:
+                        lost.add(other)
+                        break
+                    others[other.file, other.offset] = content
+                if len(lost) > count:
+                    break
+                there = {name: content for name, content in sums.items() if content is not None}
+                if len(there) < len(rows):
+                    continue
+                result = computed(placed.piece, sections, there, others)
+                if piece_requests.digest_of(result.data) in digests:
+                    self._note_parities(placed, [row for own in failed for row in own if row not in rows])
+                    return result
+                failed.append(rows)
+            if len(lost) == count:
+                self._note_parities(placed, [row for own in failed for row in own])
+                return None
+
+    def _note_parities(self, placed: PlacedPiece, rows: Sequence[ParityRow]) -> None:
+        for row in rows:
+            self._note_damage(DamagedPiece(str(row.address), placed.piece.file, placed.piece.offset, True))
+
+    def _sum(self, row: ParityRow, piece: ColumnPiece) -> Array | None:
+        """The bytes of a parity where a piece is; None if its holder does not give them."""
+        if str(row.address) in self.silent:
+            return None
+        try:
+            ends, content = self._request(
+                row.address,
+                lambda connection: parity_requests.fetch_sum(connection, row.name, piece.at, piece.nbytes),
+            )
+        except (CorruptError, NotFoundError):
+            return None
+        except CkptError as error:
+            self.silent[str(row.address)] = error.what
+            return None
+        if not row.knows(ends, piece.at + piece.nbytes):
+            raise _ParityChanged
+        self._count(str(row.address), len(content))
+        return np.frombuffer(content, np.uint8)
+
+    def _other(self, piece: ColumnPiece) -> Array | None:
+        """A piece that a holder has, for those that are computed from it; None if nobody gives it as it was sent."""
+        key = (piece.file, piece.offset)
+        with self._lock_of_recent:
+            if key in self._others:
+                self._others.move_to_end(key)
+                return self._others[key]
+        for address, digest in self._held.holders(piece.file, piece.offset, piece.nbytes):
+            if digest == piece.digest:
+                content = self._from_holder(address, digest, piece.file, piece.offset, piece.nbytes)
+                if content is not None:
+                    values = np.frombuffer(content, np.uint8)
+                    with self._lock_of_recent:
+                        self._others[key] = values
+                        while len(self._others) > _OTHERS:
+                            self._others.popitem(last=False)
+                    return values
+        return None
+
     def _count(self, source: str, nbytes: int) -> None:
         with self._lock_of_recent:
             self.nbytes_from[source] += nbytes
@@ -216,17 +383,16 @@ class PeersStore(ListedStore):
             if len(self.damaged) < _MAX_DAMAGED:
                 self.damaged.add(piece)
 
-    def _request(self, address: NetworkAddress, name: str, start: int) -> bytearray:
-        """The bytes of a piece from a holder, through a connection that no other thread uses meanwhile."""
-        piece = PieceName(self._run, self._generation, name, start)
+    def _request(self, address: NetworkAddress, ask: Callable[[Connection], T]) -> T:
+        """What a holder answers, through a connection that no other thread uses meanwhile."""
         with self._turns[address]:
             try:
                 connection = self._connections[address].get_nowait()
             except Empty:
-                return self._fetch(address, self._connected(address), piece)
+                return self._ask(address, self._connected(address), ask)
             with suppress(IncompleteError):  # the holder ends connections that are not used for long
-                return self._fetch(address, connection, piece)
-            return self._fetch(address, self._connected(address), piece)
+                return self._ask(address, connection, ask)
+            return self._ask(address, self._connected(address), ask)
 
     def _connected(self, address: NetworkAddress) -> Connection:
         try:
@@ -234,14 +400,14 @@ class PeersStore(ListedStore):
         except NotFoundError as error:  # unlike a piece that a holder has no longer
             raise IncompleteError(error.what, where=error.where) from None
 
-    def _fetch(self, address: NetworkAddress, connection: Connection, piece: PieceName) -> bytearray:
+    def _ask(self, address: NetworkAddress, connection: Connection, ask: Callable[[Connection], T]) -> T:
         try:
-            content = piece_requests.fetch(connection, piece)
+            answer = ask(connection)
         except BaseException:
             connection.close()
             raise
         self._connections[address].put(connection)
-        return content
+        return answer
 
 
 def _connect(address: NetworkAddress, credentials: Credentials) -> Connection:
@@ -281,24 +447,31 @@ def open_peers(url: str, fallback: Path | None = None) -> StorePath:
         raise InvalidArgumentError(
             "names no run", where=url, hint="Write peers://HOST:PORT,HOST:PORT/RUN, such as peers://a:7079/run.chain."
         )
-    addresses, credentials = parse_addresses(hosts), Credentials.of_user()
-
-    def ask(address: NetworkAddress) -> HolderAnswer:
-        try:
-            with closing(_connect(address, credentials)) as connection:
-                return HolderAnswer(address, piece_requests.list_run(connection, run))
-        except CkptError as error:
-            return HolderAnswer(address, {}, error)
-
-    with ThreadPoolExecutor(min(len(addresses), 32)) as pool:
-        answers = list(pool.map(ask, addresses))
+    answers = _ask_all(parse_addresses(hosts), run)
     errors = [answer.error for answer in answers if answer.error is not None]
     if len(errors) == len(answers):
         raise errors[0]
     generations = {one for answer in answers for one in answer.run}
+    generations |= {one.name.generation for answer in answers for one in answer.parities}
     if not generations:
         raise NotFoundError(f"no holder that answers has a run {run}", where=url, hint=_HINT)
     return StorePath(_newest_whole(run, generations, answers, fallback, url), key)
+
+
+def _ask_all(addresses: Sequence[NetworkAddress], run: str) -> list[HolderAnswer]:
+    """What all holders have of a run, or why they do not answer."""
+    credentials = Credentials.of_user()
+
+    def ask(address: NetworkAddress) -> HolderAnswer:
+        try:
+            with closing(_connect(address, credentials)) as connection:
+                parities = parity_requests.list_parities(connection, run)
+                return HolderAnswer(address, piece_requests.list_run(connection, run), parities=parities)
+        except CkptError as error:
+            return HolderAnswer(address, {}, error)
+
+    with ThreadPoolExecutor(min(len(addresses), 32)) as pool:
+        return list(pool.map(ask, addresses))
 
 
 def _newest_whole(

@@ -90,11 +90,20 @@ class HeldStatus:
     generations: int
     files: int
     nbytes: int
+    """The bytes of its files."""
+    parity_nbytes: int
     step: int
-    """The last step that one of its files has."""
+    """The last step that one of its files has, or a file whose parity it has."""
 
 
-_STATUS: dict[str, type[Any]] = {"run": str, "generations": int, "files": int, "nbytes": int, "step": int}
+_STATUS: dict[str, type[Any]] = {
+    "run": str,
+    "generations": int,
+    "files": int,
+    "nbytes": int,
+    "parity_nbytes": int,
+    "step": int,
+}
 
 
 @dataclass(frozen=True)
@@ -117,28 +126,42 @@ def digest_of(content: bytes | bytearray | memoryview) -> str:
 
 def dump_piece(piece: SentPiece, content: bytes) -> bytes:
     """The body of STORE."""
+    return dump_fields(fields_of(piece), content)
+
+
+def fields_of(piece: SentPiece) -> dict[str, Any]:
+    """The fields of a piece and of its name."""
     fields = asdict(piece)
-    text = json.dumps({**fields.pop("name"), **fields}, separators=(",", ":")).encode()
+    return {**fields.pop("name"), **fields}
+
+
+def dump_fields(fields: Mapping[str, Any], content: bytes) -> bytes:
+    """A body of a text with fields, and bytes after it."""
+    text = json.dumps(fields, separators=(",", ":")).encode()
     return len(text).to_bytes(4, "little") + text + content
 
 
 def parse_piece(body: bytearray) -> tuple[SentPiece, bytearray]:
     """A piece and its bytes. Raises `CorruptError` if it is none, or does not have its hash."""
+    piece, content, _ = parse_sent(body)
+    if not content:
+        raise CorruptError("a piece of no bytes")
+    return piece, content
+
+
+def parse_sent(body: bytearray) -> tuple[SentPiece, bytearray, dict[str, Any]]:
+    """A piece, its bytes, of which there may be none, and all fields that were sent. Raises as `parse_piece`."""
     end = 4 + int.from_bytes(body[:4], "little")
     if not 4 < end <= min(len(body), wire.MAX_REQUEST):
         raise CorruptError("not a piece")
     fields = parse_request(body[4:end], _TYPES)
     content = body[end:]
     piece = SentPiece(parse_name(fields), **{name: fields[name] for name in _TYPES})
-    if (
-        len(content) > wire.CHUNK_NBYTES
-        or not content
-        or not all(0 <= one < 1 << 62 for one in (piece.step, piece.created))
-    ):
+    if len(content) > wire.CHUNK_NBYTES or not all(0 <= one < 1 << 62 for one in (piece.step, piece.created)):
         raise CorruptError("a piece of a size, step or time that no piece has")
     if digest_of(content) != piece.digest:
         raise CorruptError("a piece does not have its hash: it was damaged before it arrived")
-    return piece, content
+    return piece, content, fields
 
 
 def parse_name(fields: Mapping[str, Any]) -> PieceName:

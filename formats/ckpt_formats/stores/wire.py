@@ -13,6 +13,9 @@
     LIST   JSON: the run         HELD    JSON: the pieces that are held, or without a run the status
     FETCH  JSON: a piece         VALUES  its bytes
     DROP   JSON: a run, a time   STORED  JSON: the bytes that are held now
+    ADD    a piece and a place   STORED  JSON: the bytes that are held now; `parity_requests` has what parity is
+    PARITIES  JSON: the run      HELD    JSON: the parities that are held
+    SUM    JSON: a parity        VALUES  where its columns end, and its bytes
 
 Instead of an answer, the listener may send ERROR, and then it ends the connection. A state is frozen until the
 connection ends. A frame is a head of 24 bytes and a body: `CKSH`, the kind, zeros, the length of the body, and the
@@ -71,6 +74,9 @@ class FrameKind(IntEnum):
     HELD = 11
     FETCH = 12
     DROP = 13
+    ADD = 14
+    PARITIES = 15
+    SUM = 16
 
 
 KINDS = frozenset(FrameKind)
