@@ -57,6 +57,7 @@ WORKS = {
     "parity_patterns": Work("protect_campaign:all_patterns", "all sets of blocks that small codes replace are lost"),
     "parity_damage": Work("protect_campaign:damage", "files of protected folders are damaged, and repaired"),
     "peers_drill": Work("peers_campaign:rounds", "two hosts of a run are lost with what they hold"),
+    "peers_parity": Work("peers_parity:rounds", "hosts that hold parity of each other are lost, restarted, flipped"),
     "parity_kills": Work("protect_campaign:kills", "what writes parity and what repairs is killed"),
     "watch_kills": Work("watch_kills:rounds", "what stores the checkpoints of a run elsewhere is killed"),
     "shard_kills": Work("shard_kills:rounds", "shards that write one folder are killed"),
