@@ -40,5 +40,7 @@ def show_status(address: str, as_json: bool) -> None:
         data({**fields, "runs": [vars(run) for run in status.runs]})
         return
     for run in status.runs:
-        say(f"{printable(run.run)}: up to step {run.step}, {format_nbytes(run.nbytes)} in {run.files} files")
+        parity = f", {format_nbytes(run.parity_nbytes)} of parity" if run.parity_nbytes else ""
+        held = f"{format_nbytes(run.nbytes)} in {run.files} files{parity}"
+        say(f"{printable(run.run)}: up to step {run.step}, {held}")
     conclude(f"{printable(address)}: {format_nbytes(status.nbytes)} of {format_nbytes(status.memory)} in use")

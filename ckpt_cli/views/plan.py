@@ -204,7 +204,7 @@ def _peers(plan: FailurePlan, options: PlanOptions) -> PeersReport | None:
     plans = plan_peers(hosts, run, options.scheme or SCHEMES, options.lose or 1)
     best = recommended(plans)
     if best is None:
-        few = not any(one.covers and one.is_available for one in plans)
+        few = not any(one.covers for one in plans)
         advice = "smaller --rack or --lose, or more hosts" if few else "more --host-memory, or a scheme with less"
         notes.note(f"no scheme of these covers what fails together within the memory of a host: {advice}")
     return PeersReport(hosts, plans, best)
@@ -353,9 +353,7 @@ def _peers_lines(plan: FailurePlan, peers: PeersReport) -> Iterator[str]:
 def _why_not(one: "PeerPlan") -> str:
     if not one.covers:
         return "loses too few hosts"
-    if not one.fits:
-        return "too much memory"
-    return "" if one.is_available else "not in ckpt yet"
+    return "" if one.fits else "too much memory"
 
 
 def _limits(plan: FailurePlan) -> Iterator[str]:

@@ -40,10 +40,14 @@ def restore(state: ChainState, target: Target, format: WritableFormat, resources
         if one["holder"] not in silent:
             notes.note(f"{one['holder']} answers no longer: {printable(one['reason'])}")
     for one in peers.get("peers", {}).get("damaged", ()):
-        notes.note(f"{one['holder']}: the piece of {one['file']} at byte {one['offset']} is damaged in its memory")
+        piece = f"the piece of {one['file']} at byte {one['offset']}"
+        what = f"its parity does not give {piece}" if one["is_parity"] else f"{piece} is damaged in its memory"
+        notes.note(f"{one['holder']}: {what}")
     if not as_json:
         for one in peers.get("peers", {}).get("sources", ()):
             say(f"read {format_nbytes(one['nbytes'])} from {printable(one['source'])}")
+        if computed := peers.get("peers", {}).get("computed_nbytes"):
+            say(f"computed {format_nbytes(computed)} from parity")
     more = {**_partial_json(state), **peers}
     job.show_result(result, as_json, more, job.Afterwards(resources, target.seal, target.protect))
     if not (as_json or state.checkpoint.errors):
@@ -60,6 +64,7 @@ def _peers_json(state: ChainState) -> dict[str, Any]:
         "peers": {
             "sources": [{"source": name, "nbytes": nbytes} for name, nbytes in sorted(store.nbytes_from.items())],
             "damaged": [asdict(one) for one in damaged],
+            "computed_nbytes": store.nbytes_computed,
             "silent": [{"holder": holder, "reason": reason} for holder, reason in sorted(store.silent.items())],
         }
     }

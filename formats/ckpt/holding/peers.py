@@ -1,5 +1,6 @@
 """Which hosts hold in memory what a host records."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,6 +9,8 @@ from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.parity.scheme import ParitySet, PeerScheme, circle
 from ckpt_formats.stores.address import NetworkAddress, parse_address
 
+MAX_CONNECTIONS = 448
+"""Of senders to a holder, beside those of readers."""
 HELD = "holds all"
 """What is said of a holder that has what was recorded."""
 
@@ -71,9 +74,24 @@ class Peers:
         """The hosts in the order in which each gives its copies to those that follow it, in a circle."""
         return circle(len(self.hosts), self.jump)
 
+    @cached_property
+    def _senders(self) -> int:
+        """How many hosts send to a holder, at most."""
+        counts = Counter(one for host in range(len(self.hosts)) for one in self.holders_of(host))
+        counts.update(one for host in range(len(self.hosts)) for one in self.parities_of(host))
+        return max(counts.values())
+
     def sets_of(self, host: int) -> tuple[ParitySet, ...]:
         """The sets whose parity has pieces of a host."""
-        return tuple(one for one in self.sets if host in one.data)
+        return self._sets_by_host.get(host, ())
+
+    @cached_property
+    def _sets_by_host(self) -> dict[int, tuple[ParitySet, ...]]:
+        result: dict[int, tuple[ParitySet, ...]] = {}
+        for one in self.sets:
+            for host in one.data:
+                result[host] = (*result.get(host, ()), one)
+        return result
 
     def holders_of(self, host: int) -> tuple[int, ...]:
         """The hosts that hold all that a host records: other ones, or with parity itself."""
@@ -105,5 +123,12 @@ class Peers:
                 f"{world} ranks cannot be equally many on {len(self.hosts)} hosts",
                 where="peers.hosts",
                 hint="Name one holder for each host of the run.",
+            )
+        connections = max(world // len(self.hosts), 1) * self._senders
+        if connections > MAX_CONNECTIONS:
+            raise InvalidArgumentError(
+                f"{self.scheme} needs {connections} connections to each holder, which lets in {MAX_CONNECTIONS}",
+                where="peers.scheme",
+                hint="Give a scheme of fewer hosts.",
             )
         return rank * len(self.hosts) // world

@@ -71,8 +71,6 @@ class PeerPlan(Checked):
     """How long that takes; None: the network's rate is not known."""
     uncovered: tuple[_Share, ...]
     """The probability that something is lost with 2, 3, 4 and 8 hosts at random."""
-    is_available: bool
-    """Whether ckpt can do it now: it holds copies in the memory of peers, and no parity yet."""
     fits: bool
     """Whether the memory suffices, as far as it is known."""
     covers: bool
@@ -105,8 +103,8 @@ def plan_peers(
 
 
 def recommended(plans: Sequence[PeerPlan]) -> PeerPlan | None:
-    """The available plan that covers what fails together and takes the least memory, then sends least; or None."""
-    fitting = [plan for plan in plans if plan.covers and plan.fits and plan.is_available]
+    """The plan that covers what fails together and takes the least memory, then sends least; or None."""
+    fitting = [plan for plan in plans if plan.covers and plan.fits]
     return min(fitting, key=lambda plan: (plan.memory_nbytes, plan.sent_nbytes, plan.group), default=None)
 
 
@@ -132,7 +130,6 @@ def _plan(scheme: PeerScheme, hosts: PeerHosts, run: RunCosts | None, lose: int)
         uncovered=tuple(
             uncovered_share(scheme, hosts.hosts, count, jump) if count <= hosts.hosts else 1.0 for count in RANDOM_HOSTS
         ),
-        is_available=scheme.is_copies,
         fits=hosts.memory_nbytes is None or memory <= hosts.memory_nbytes,
         covers=scheme.spares >= lose and scheme.covers(hosts.together, hosts.hosts, jump),
         schedule=None if run is None else _schedule(run, seconds or 0.0),
