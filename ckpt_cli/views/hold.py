@@ -41,6 +41,6 @@ def show_status(address: str, as_json: bool) -> None:
         return
     for run in status.runs:
         parity = f", {format_nbytes(run.parity_nbytes)} of parity" if run.parity_nbytes else ""
-        held = f"{format_nbytes(run.nbytes)} in {run.files} files{parity}"
-        say(f"{printable(run.run)}: up to step {run.step}, {held}")
+        pieces_text = f"{format_nbytes(run.nbytes)} in {run.files} files{parity}"
+        say(f"{printable(run.run)}: up to step {run.step}, {pieces_text}")
     conclude(f"{printable(address)}: {format_nbytes(status.nbytes)} of {format_nbytes(status.memory)} in use")

@@ -130,7 +130,7 @@ class HeldPieces:
         """All parities of a run, each column with all its pieces, or with none."""
         with self._lock:
             return [
-                buffer.held(with_pieces)
+                buffer.listing(with_pieces)
                 for buffers in self._parities.get(run, {}).values()
                 for buffer in buffers.values()
             ]

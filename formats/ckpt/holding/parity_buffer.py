@@ -115,7 +115,7 @@ class ParityBuffer:
         columns = (self._columns.get(number) for number in range(self._name.data))
         return [0 if column is None else column.end for column in columns], bytes(content)
 
-    def held(self, with_pieces: bool) -> HeldParity:
+    def listing(self, with_pieces: bool) -> HeldParity:
         """What it is the sum of."""
         columns = {
             number: HeldColumn(

@@ -117,7 +117,7 @@ class _Contribution:
 
 
 @dataclass(eq=False)
-class _Stream:
+class _ColumnStream:
     """What a rank adds to the parities of a set."""
 
     set: ParitySet
@@ -148,13 +148,13 @@ class _Target:
     """Whether it should have all pieces."""
     holds_small: bool
     """Whether it should have the small files, at least."""
-    rows: tuple[tuple[_Stream, int], ...]
+    rows: tuple[tuple[_ColumnStream, int], ...]
     """The streams that it should add to parities, and which row it has of each."""
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By file, how many of its pieces it has, and which version."""
-    added: dict[_Stream, int] = field(default_factory=dict)
+    added: dict[_ColumnStream, int] = field(default_factory=dict)
     """By stream, how many pieces were added."""
-    marked: set[_Stream] = field(default_factory=set)
+    marked: set[_ColumnStream] = field(default_factory=set)
 
     def should_have(self, file: _SentFile) -> bool:
         return self.holds_all or (self.holds_small and file.is_small)
@@ -186,8 +186,8 @@ class LogSender:
         self._seen: tuple[int, ...] = ()
         host = peers.host_of(rank, self._world)
         self._lane = peers.lane_of(rank, self._world)
-        self._streams = [_Stream(one, one.data.index(host)) for one in peers.sets_of(host)]
-        self._starts: dict[_Stream, int] | None = None
+        self._streams = [_ColumnStream(one, one.data.index(host)) for one in peers.sets_of(host)]
+        self._starts: dict[_ColumnStream, int] | None = None
         self._targets = self._targets_of(host)
         self.states = tuple(one.state for one in self._targets)
         self._threads = [threading.Thread(target=self._send_all, args=(one,), daemon=True) for one in self._targets]
@@ -284,9 +284,9 @@ class LogSender:
 
     def _compare_added(self, target: _Target, parities: Sequence[HeldParity]) -> None:
         """Note what a holder has added. Raises `CorruptError` if it has added something else."""
-        held = {parity.name: parity.columns for parity in parities}
+        known = {parity.name: parity.columns for parity in parities}
         for stream, row in target.rows:
-            column = held.get(self._parity_of(stream, row), {}).get(stream.column)
+            column = known.get(self._parity_of(stream, row), {}).get(stream.column)
             if column is None:
                 continue
             at = 0
@@ -386,7 +386,7 @@ class LogSender:
 
     # Parity
 
-    def _parity_of(self, stream: _Stream, row: int) -> ParityName:
+    def _parity_of(self, stream: _ColumnStream, row: int) -> ParityName:
         scheme = self._peers.parsed
         numbers = (stream.set.group, stream.set.number, self._lane, row, scheme.data, scheme.spares)
         return ParityName(self._run, self._generation, *numbers)
@@ -418,7 +418,9 @@ class LogSender:
                 target.marked.add(stream)
         return True
 
-    def _add(self, connection: Connection, target: _Target, stream: _Stream, row: int, one: _Contribution) -> None:
+    def _add(
+        self, connection: Connection, target: _Target, stream: _ColumnStream, row: int, one: _Contribution
+    ) -> None:
         try:
             piece, content = self._sent(one.name, one.file, one.number)
         except OSError:
@@ -434,7 +436,7 @@ class LogSender:
         own = self._targets[0]
         return own.state.has_failed or own.counts.get(one.name, (0, 0))[0] > one.number
 
-    def _find_starts(self, files: Mapping[str, _SentFile]) -> dict[_Stream, int] | None:
+    def _find_starts(self, files: Mapping[str, _SentFile]) -> dict[_ColumnStream, int] | None:
         """By stream, how many pieces it has of that from which a replay begins; None if not all of that is there."""
         log = files[self._log]
         parts = [file for name, file in files.items() if not file.is_small and name != self._log]
@@ -512,8 +514,8 @@ class LogSender:
             with suppress(CkptError), closing(Connection(address, self._credentials, "holder", _ASK_SECONDS)) as one:
                 run = piece_requests.list_run(one, self._run, with_pieces=False)
                 if self._peers.sets:
-                    held = parity_requests.list_parities(one, self._run, with_pieces=False)
-                    parities[address] = {parity.name: parity for parity in held}
+                    known = parity_requests.list_parities(one, self._run, with_pieces=False)
+                    parities[address] = {parity.name: parity for parity in known}
                 runs[address] = run
         return all(
             self._is_start_held(rank, runs) and self._is_start_added(rank, parities) for rank in range(self._world)
@@ -537,7 +539,7 @@ class LogSender:
     def _is_start_added(self, rank: int, parities: Mapping[NetworkAddress, Mapping[ParityName, HeldParity]]) -> bool:
         """Whether all parities of a rank that answer have its start, and those that do not may be lost."""
         host, lane = self._peers.host_of(rank, self._world), self._peers.lane_of(rank, self._world)
-        for stream in (_Stream(one, one.data.index(host)) for one in self._peers.sets_of(host)):
+        for stream in (_ColumnStream(one, one.data.index(host)) for one in self._peers.sets_of(host)):
             silent = [
                 one for one in (*stream.set.data, *stream.set.parities) if self._peers.addresses[one] not in parities
             ]

@@ -47,7 +47,7 @@ class ParityRow:
 
 
 @dataclass(frozen=True)
-class PlacedPiece:
+class PieceInParity:
     """A piece, and where it is in the parities of a set."""
 
     set: "PiecesOfSet"
@@ -97,12 +97,14 @@ class PiecesOfSet:
                 for one in own:
                     if one.at <= low and high <= one.at + one.nbytes:
                         there[number] = one
-            lost = [number for number, one in there.items() if number == column or is_lost(one)]
-            known = [number for number in there if number not in lost]
-            covered = [[there[number].at in row.places.get(number, ()) for number in (*lost, *known)] for row in rows]
+            missing = [number for number, one in there.items() if number == column or is_lost(one)]
+            known = [number for number in there if number not in missing]
+            covered = [
+                [there[number].at in row.places.get(number, ()) for number in (*missing, *known)] for row in rows
+            ]
             name = rows[0].name
             numbers = tuple(row.name.row for row in rows)
-            key = (name.data, name.spares, numbers, tuple(lost), tuple(known), tuple(map(tuple, covered)))
+            key = (name.data, name.spares, numbers, tuple(missing), tuple(known), tuple(map(tuple, covered)))
             factors = _section_factors(*key)
             if factors is None:
                 return None
@@ -123,16 +125,16 @@ class PiecesOfSet:
         """The sums that give a piece, those of the fewest rows first, at most `_MAX_TRIES`."""
         count = 0
         for size in range(1, len(self.rows) + 1):
-            found = False
+            is_solved = False
             for rows in combinations(self.rows, size):
                 count += 1
                 if count > _MAX_TRIES:
                     return
                 sections = self.sections(column, piece, rows, is_lost)
                 if sections is not None:
-                    found = True
+                    is_solved = True
                     yield sections
-            if found:
+            if is_solved:
                 return
 
     def _pieces(self, column: int, start: int, stop: int) -> Iterator[ColumnPiece]:
@@ -148,7 +150,7 @@ def _section_factors(
     data: int,
     spares: int,
     rows: tuple[int, ...],
-    lost: tuple[int, ...],
+    missing: tuple[int, ...],
     known: tuple[int, ...],
     covered: tuple[tuple[bool, ...], ...],
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -156,11 +158,11 @@ def _section_factors(
 
     `covered`: of each row, whether it has what is there of each lost, then of each known column.
     """
-    matrix = parity_matrix(data, spares)[list(rows)][:, [*lost, *known]] * np.array(covered, np.uint8)
-    factors = solution(np.ascontiguousarray(matrix[:, : len(lost)]), 0)
+    matrix = parity_matrix(data, spares)[list(rows)][:, [*missing, *known]] * np.array(covered, np.uint8)
+    factors = solution(np.ascontiguousarray(matrix[:, : len(missing)]), 0)
     if factors is None:
         return None
-    of_known = multiply(factors[None], np.ascontiguousarray(matrix[:, len(lost) :]))[0]
+    of_known = multiply(factors[None], np.ascontiguousarray(matrix[:, len(missing) :]))[0]
     return tuple(map(int, factors)), tuple(map(int, of_known))
 
 
@@ -171,18 +173,18 @@ class PiecesInParity:
         rows: dict[tuple[int, ...], list[ParityRow]] = {}
         for address, parity in parities:
             rows.setdefault(parity.name.set_key, []).append(ParityRow.of(address, parity))
-        self._files: dict[str, dict[int, list[PlacedPiece]]] = {}
+        self._files: dict[str, dict[int, list[PieceInParity]]] = {}
         """By file and offset: nearly always one."""
         self._columns: dict[str, HeldColumn] = {}
         for own in map(PiecesOfSet, rows.values()):
             for column, pieces in own.columns.items():
-                held = next(row.parity.columns[column] for row in own.rows if column in row.parity.columns)
+                column_of = next(row.parity.columns[column] for row in own.rows if column in row.parity.columns)
                 for piece in pieces:
-                    placed = PlacedPiece(own, column, piece)
+                    placed = PieceInParity(own, column, piece)
                     self._files.setdefault(piece.file, {}).setdefault(piece.offset, []).append(placed)
-                    self._columns.setdefault(piece.file, held)
+                    self._columns.setdefault(piece.file, column_of)
 
-    def placed(self, file: str, offset: int) -> Sequence[PlacedPiece]:
+    def placed(self, file: str, offset: int) -> Sequence[PieceInParity]:
         """Where a piece is in parities."""
         return self._files.get(file, {}).get(offset, ())
 
@@ -206,7 +208,7 @@ class PiecesInParity:
                 )
 
 
-def _is_there(placed: PlacedPiece, is_lost: Callable[[ColumnPiece], bool]) -> bool:
+def _is_there(placed: PieceInParity, is_lost: Callable[[ColumnPiece], bool]) -> bool:
     return next(placed.set.choices(placed.column, placed.piece, is_lost), None) is not None
 
 

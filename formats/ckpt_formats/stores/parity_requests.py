@@ -51,7 +51,7 @@ from ckpt_formats.stores.piece_requests import (
 )
 from ckpt_formats.stores.wire import FrameKind
 
-_MAX_NUMBER = 1 << 31
+_NUMBERS_BELOW = 1 << 31
 _MAX_NBYTES = 1 << 50
 
 
@@ -75,7 +75,7 @@ class ParityName:
     def __post_init__(self) -> None:
         PieceName(self.run, self.generation, "x", 0)
         numbers = (self.group, self.number, self.lane, self.row, self.data, self.spares)
-        if not all(type(one) is int and 0 <= one < _MAX_NUMBER for one in numbers):
+        if not all(type(one) is int and 0 <= one < _NUMBERS_BELOW for one in numbers):
             raise CorruptError("a parity without its numbers")
         if not (self.data >= 2 and self.row < self.spares <= MAX_LOST and self.data + self.spares <= MAX_BLOCKS):
             raise CorruptError("a parity of a scheme that there is not")
@@ -99,7 +99,9 @@ class ParityPlace:
     def __post_init__(self) -> None:
         if not all(type(one) is int for one in (self.column, self.rank, self.at)):
             raise CorruptError("a place in a parity without its numbers")
-        if not (0 <= self.column < self.parity.data and 0 <= self.rank < _MAX_NUMBER and 0 <= self.at <= _MAX_NBYTES):
+        if not (
+            0 <= self.column < self.parity.data and 0 <= self.rank < _NUMBERS_BELOW and 0 <= self.at <= _MAX_NBYTES
+        ):
             raise CorruptError("a place that no parity has")
 
 

@@ -30,7 +30,7 @@ from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.connection import Connection
 from ckpt_formats.stores.http_client import Credentials
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
-from ckpt_formats.stores.parity_pieces import ParityRow, PiecesInParity, PlacedPiece, computed, rows_of
+from ckpt_formats.stores.parity_pieces import ParityRow, PieceInParity, PiecesInParity, computed, rows_of
 from ckpt_formats.stores.parity_requests import ColumnPiece, HeldParity
 from ckpt_formats.stores.piece_requests import HeldFile, HeldRun, PieceName
 from ckpt_formats.stores.wire import parse_addresses
@@ -132,14 +132,14 @@ class PeersStore(ListedStore):
                 known = self._files.get(name)
                 if known is None or (file.step, file.nbytes) > (known.step, known.nbytes):
                     self._files[name] = file
-        self._held = _HeldGeneration(generation, answers)
+        self._generation_known = _HeldGeneration(generation, answers)
         self.nbytes_from: Counter[str] = Counter()
         self.nbytes_computed = 0
         self.damaged: set[DamagedPiece] = set()
         self.silent: dict[str, str] = {
             str(answer.address): answer.error.what for answer in answers if answer.error is not None
         }
-        for name, file in self._held.parity.files(self._is_lost):
+        for name, file in self._generation_known.parity.files(self._is_lost):
             known = self._files.get(name)
             if known is None or (file.step, file.nbytes) > (known.step, known.nbytes):
                 self._files[name] = file
@@ -226,7 +226,7 @@ class PeersStore(ListedStore):
         start, end = self._starts[name][number : number + 2]
         digest = self._files[name].pieces[number][1]
         digests = {digest}
-        for address, own_digest in self._held.holders(name, start, end - start):
+        for address, own_digest in self._generation_known.holders(name, start, end - start):
             if name == CHAIN and own_digest != digest:
                 continue  # an older list
             # A bit may also flip in the list of hashes: those of another holder tell then.
@@ -277,15 +277,15 @@ class PeersStore(ListedStore):
             digest == piece.digest
             and str(address) not in self.silent
             and DamagedPiece(str(address), piece.file, piece.offset) not in self.damaged
-            for address, digest in self._held.holders(piece.file, piece.offset, piece.nbytes)
+            for address, digest in self._generation_known.holders(piece.file, piece.offset, piece.nbytes)
         )
 
     def _computed_now(self, name: str, start: int, nbytes: int, digests: set[str]) -> memoryview | None:
         """A piece from parity, as the holders have it now; None if it cannot be computed."""
         for _ in range(_REFRESHES):
-            held = self._held
+            known = self._generation_known
             try:
-                for placed in held.parity.placed(name, start):
+                for placed in known.parity.placed(name, start):
                     if placed.piece.nbytes == nbytes:
                         content = self._computed(placed, digests | {placed.piece.digest})
                         if content is not None:
@@ -295,19 +295,19 @@ class PeersStore(ListedStore):
                 return None
             except _ParityChanged:
                 with self._lock_of_held:
-                    if self._held is held:
+                    if self._generation_known is known:
                         answers = _ask_all([answer.address for answer in self._answers], self._run)
-                        self._held = _HeldGeneration(self._generation, answers)
+                        self._generation_known = _HeldGeneration(self._generation, answers)
         return None
 
-    def _computed(self, placed: PlacedPiece, digests: set[str]) -> Array | None:
-        lost, failed = set[ColumnPiece](), list[list[ParityRow]]()
+    def _computed(self, placed: PieceInParity, digests: set[str]) -> Array | None:
+        missing, failed = set[ColumnPiece](), list[list[ParityRow]]()
 
         def is_lost(piece: ColumnPiece) -> bool:
-            return piece in lost or self._is_lost(piece)
+            return piece in missing or self._is_lost(piece)
 
         while True:
-            count = len(lost)
+            count = len(missing)
             for sections in placed.set.choices(placed.column, placed.piece, is_lost):
                 rows = rows_of(sections)
                 sums = {row.name: self._sum(row, placed.piece) for row in rows}
@@ -315,10 +315,10 @@ class PeersStore(ListedStore):
                 for other in (one for section in sections for one, _ in section.others):
                     content = self._other(other)
                     if content is None:
-                        lost.add(other)
+                        missing.add(other)
                         break
                     others[other.file, other.offset] = content
-                if len(lost) > count:
+                if len(missing) > count:
                     break
                 there = {name: content for name, content in sums.items() if content is not None}
                 if len(there) < len(rows):
@@ -328,11 +328,11 @@ class PeersStore(ListedStore):
                     self._note_parities(placed, [row for own in failed for row in own if row not in rows])
                     return result
                 failed.append(rows)
-            if len(lost) == count:
+            if len(missing) == count:
                 self._note_parities(placed, [row for own in failed for row in own])
                 return None
 
-    def _note_parities(self, placed: PlacedPiece, rows: Sequence[ParityRow]) -> None:
+    def _note_parities(self, placed: PieceInParity, rows: Sequence[ParityRow]) -> None:
         for row in rows:
             self._note_damage(DamagedPiece(str(row.address), placed.piece.file, placed.piece.offset, True))
 
@@ -362,7 +362,7 @@ class PeersStore(ListedStore):
             if key in self._others:
                 self._others.move_to_end(key)
                 return self._others[key]
-        for address, digest in self._held.holders(piece.file, piece.offset, piece.nbytes):
+        for address, digest in self._generation_known.holders(piece.file, piece.offset, piece.nbytes):
             if digest == piece.digest:
                 content = self._from_holder(address, digest, piece.file, piece.offset, piece.nbytes)
                 if content is not None:
