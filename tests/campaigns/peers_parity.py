@@ -49,7 +49,7 @@ from ckpt_formats.universal.gradients.segment import rank_file
 
 RANKS = 6
 STEPS = 5
-START = 3_000_000
+START = 4_000_000
 """The most bytes of the start of a log: some pieces."""
 SECONDS = 60.0
 SAMPLES = Path(__file__).parents[2] / "sample_checkpoints"
@@ -87,7 +87,7 @@ class Logs:
         (segment / layouts.NAME).write_bytes(layouts.dump(replace(layout, ranks=(*layout.ranks, *others))))
         ends = []
         for rank in range(ranks):
-            sizes = [draw.randrange(START // 2, START), *(draw.randrange(1000, 400_000) for _ in range(STEPS))]
+            sizes = [draw.randrange(START * 4 // 5, START), *(draw.randrange(1000, 400_000) for _ in range(STEPS))]
             ends.append(tuple(accumulate(sizes)))
             (segment / rank_file(rank)).write_bytes(draw.randbytes(sum(sizes)))
         (chain / chain_file.NAME).write_bytes(chain_file.dump(ChainIndex((), (replace(line, step=None),))))
@@ -203,37 +203,9 @@ class Hosts:
     def wait(self) -> None:
         """Wait until all is held by all, as they say themselves."""
         deadline = time.monotonic() + SECONDS
-        while not self._are_filled():
+        while not are_filled(self._logs, self._peers):
             assert time.monotonic() < deadline, "not all is held"
             time.sleep(0.1)
-
-    def _are_filled(self) -> bool:
-        with suppress(CkptError):
-            answers = [_ask(address) for address in self._peers.addresses]
-            for rank in range(RANKS):
-                name = f"{self._logs.segment.name}/{rank_file(rank)}"
-                size = self._logs.ends[rank][-1]
-                host, lane = self._peers.host_of(rank, RANKS), self._peers.lane_of(rank, RANKS)
-                files = [files for files in answers[host][0].values() if name in files]
-                if not files or files[0][name].nbytes < size:
-                    return False
-                added = Counter[int]()
-                for one in self._peers.sets_of(host):
-                    for row, holder in enumerate(one.parities):
-                        key = (one.group, one.number, lane, row)
-                        held = [
-                            parity.columns.get(one.data.index(host))
-                            for parity in answers[holder][1]
-                            if (parity.name.group, parity.name.number, parity.name.lane, parity.name.row) == key
-                        ]
-                        if held[:1] in ([], [None]) or not held[0].is_marked:
-                            return False
-                        added[row] += sum(piece.nbytes for piece in held[0].pieces)
-                if set(added.values()) != {size}:
-                    return False
-            spares = self._peers.parities_of(0)[: self._peers.parsed.spares]
-            return all(any(chain_file.NAME in files for files in answers[host][0].values()) for host in (0, *spares))
-        return False
 
     def restart(self, host: int) -> None:
         """Kill a holder, and start it again."""
@@ -259,6 +231,36 @@ class Hosts:
         if process is not None:
             process.kill()
             process.join()
+
+
+def are_filled(logs: Logs, peers: Peers) -> bool:
+    """Whether all holders have all of the logs, as they say themselves."""
+    with suppress(CkptError):
+        answers = [_ask(address) for address in peers.addresses]
+        for rank in range(RANKS):
+            name = f"{logs.segment.name}/{rank_file(rank)}"
+            size = logs.ends[rank][-1]
+            host, lane = peers.host_of(rank, RANKS), peers.lane_of(rank, RANKS)
+            files = [files for files in answers[host][0].values() if name in files]
+            if not files or files[0][name].nbytes < size:
+                return False
+            added = Counter[int]()
+            for one in peers.sets_of(host):
+                for row, holder in enumerate(one.parities):
+                    key = (one.group, one.number, lane, row)
+                    held = [
+                        parity.columns.get(one.data.index(host))
+                        for parity in answers[holder][1]
+                        if (parity.name.group, parity.name.number, parity.name.lane, parity.name.row) == key
+                    ]
+                    if held[:1] in ([], [None]) or not held[0].is_marked:
+                        return False
+                    added[row] += sum(piece.nbytes for piece in held[0].pieces)
+            if set(added.values()) != {size}:
+                return False
+        spares = peers.parities_of(0)[: peers.parsed.spares]
+        return all(any(chain_file.NAME in files for files in answers[host][0].values()) for host in (0, *spares))
+    return False
 
 
 def hold(address: str, seed: int) -> None:

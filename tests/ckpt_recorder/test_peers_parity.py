@@ -1,0 +1,462 @@
+"""Hosts hold parity of each other's logs: any that the scheme allows may be lost, and nothing else is ever given."""
+
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ckpt.holding.holder import HeldPieces, Holder
+from ckpt.holding.peers import HELD, Peers
+from ckpt.holding.sender import LogSender
+from ckpt_codecs.base import Array
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    NoSpaceError,
+    UnsupportedError,
+)
+from ckpt_formats.parity.code import multiply, parity_matrix, solution
+from ckpt_formats.stores import parity_requests, piece_requests, wire
+from ckpt_formats.stores.address import NetworkAddress
+from ckpt_formats.stores.connection import Connection
+from ckpt_formats.stores.http_client import Credentials
+from ckpt_formats.stores.parity_requests import ParityName, ParityPlace
+from ckpt_formats.stores.peers_store import PeersStore, open_peers
+from ckpt_formats.stores.piece_requests import PieceName, SentPiece
+from ckpt_formats.stores.wire import FrameKind, PeerGone
+from ckpt_recorder import Bases, Recorder
+from ckpt_training import load
+from peers_parity import RANKS, STEPS, Logs, are_filled
+from peers_parity import rounds as kills
+from run import run
+from shadow_peers import frame, until_end
+
+HERE = NetworkAddress("127.0.0.1", 0)
+MEMORY = 1 << 27
+SECONDS = 60.0
+
+
+@dataclass
+class Host:
+    """A host: what it holds, and where it listens."""
+
+    pieces: HeldPieces
+    holder: Holder
+
+    @classmethod
+    def start(cls, kind: type[Holder] = Holder, address: NetworkAddress = HERE, memory: int = MEMORY) -> "Host":
+        pieces = HeldPieces(memory)
+        return cls(pieces, kind(pieces, address))
+
+    @property
+    def address(self) -> str:
+        return str(self.holder.address)
+
+
+@dataclass
+class Filled:
+    """Hosts that hold all of some logs, and who sent them."""
+
+    hosts: list[Host]
+    senders: list[LogSender]
+    peers: Peers
+
+    def url(self, without: Sequence[int] = ()) -> str:
+        left = [host.address for number, host in enumerate(self.hosts) if number not in without]
+        return f"peers://{','.join(left)}/run.chain"
+
+    def close(self) -> None:
+        for sender in self.senders:
+            sender.close(0.0)
+        for host in self.hosts:
+            host.holder.close()
+
+
+def has_all(sender: LogSender) -> bool:
+    """Whether all holders have what there is of a log."""
+    log = sender._files[sender._log]
+    return all(
+        target.state.text == HELD
+        and log.cut == log.nbytes
+        and (not target.holds_all or target.counts.get(sender._log, (0, 0))[0] == len(log.pieces))
+        and all(target.added[stream] == len(stream.contributions) for stream, _ in target.rows)
+        and len(target.marked) == len(target.rows)
+        for target in sender._targets
+    )
+
+
+def wait_for(senders: Sequence[LogSender]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not all(map(has_all, senders)):
+        assert time.monotonic() < deadline, [state for one in senders for state in one.states]
+        time.sleep(0.02)
+
+
+def fill(logs: Logs, scheme: str, count: int, jump: int = 1, steps: int = STEPS, kind: type[Holder] = Holder) -> Filled:
+    hosts = [Host.start(kind) for _ in range(count)]
+    peers = Peers([host.address for host in hosts], scheme, jump, run="run.chain")
+    senders = [LogSender(peers, logs.segment, rank, lambda address, text: None) for rank in range(RANKS)]
+    for step in range(steps + 1):
+        for rank, sender in enumerate(senders):
+            logs.advance(sender, rank, step)
+    wait_for(senders)
+    return Filled(hosts, senders, peers)
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Logs:
+    return Logs.create(tmp_path_factory.mktemp("logs"), 1)
+
+
+@pytest.fixture(scope="module")
+def six(logs: Logs) -> Iterator[Filled]:
+    filled = fill(logs, "parity:4+2", 6)
+    yield filled
+    filled.close()
+
+
+def store_of(path: Path) -> PeersStore:
+    store = path.store  # type: ignore[attr-defined]
+    assert isinstance(store, PeersStore)
+    return store
+
+
+@pytest.mark.slow
+def test_any_two_of_six_hosts_may_be_lost_and_three_are_named_or_nothing(logs: Logs, six: Filled) -> None:
+    for count in range(4):
+        for lost in itertools.combinations(range(6), count):
+            if count == 3:
+                with suppress(IncompleteError):
+                    logs.compare(open_peers(six.url(lost)))
+                continue
+            path = open_peers(six.url(lost))
+            assert logs.compare(path) == STEPS, lost
+            sizes = sum(logs.ends[rank][-1] for rank in lost)
+            assert store_of(path).nbytes_computed == sizes, lost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "count", "jump"), [("parity:2+1", 3, 1), ("parity:2+1", 7, 2), ("parity:2+2", 5, 1)]
+)
+def test_hosts_with_several_ranks_with_none_and_in_groups_may_be_lost(
+    logs: Logs, scheme: str, count: int, jump: int
+) -> None:
+    if count == 5:
+        with pytest.raises(InvalidArgumentError, match="6 ranks cannot be equally many on 5 hosts"):
+            Peers([f"h{n}:1" for n in range(5)], scheme).host_of(0, RANKS)
+        return
+    filled = fill(logs, scheme, count, jump)
+    spares = filled.peers.parsed.spares
+    for lost in itertools.product(*filled.peers.parsed.groups(count, jump)):
+        assert logs.compare(open_peers(filled.url(lost[: spares * len(lost)]))) == STEPS, lost
+    filled.close()
+
+
+@pytest.mark.slow
+def test_a_group_holds_its_own_and_two_fourths_of_it_as_parity(logs: Logs, six: Filled) -> None:
+    own = sum(ends[-1] for ends in logs.ends)
+    statuses = [status for host in six.hosts for status in host.pieces.status]
+    sums = [
+        buffer for host in six.hosts for one in host.pieces._parities["run.chain"].values() for buffer in one.values()
+    ]
+    # Each of the 12 parities is as long as the longest of 4 columns, and takes whole MiB.
+    longest = sum(max(column.end for column in buffer._columns.values()) for buffer in sums)
+    assert own * 2 / 4 < longest < own * 2 / 4 * 1.4
+    assert sum(one.parity_nbytes for one in statuses) <= longest + len(sums) * (1 << 20)
+    assert sum(one.nbytes for one in statuses) < own * 1.01
+
+
+def flips(host: Host) -> Iterator[tuple[str, "bytearray | Array", int]]:
+    """Where a bit may be flipped in the memory of a host: of each file and parity one place."""
+    for files in host.pieces._runs["run.chain"].values():
+        for name, file in files.items():
+            if name.endswith(".ckg"):
+                yield name, file.pieces[1], len(file.pieces[1]) // 2
+    for buffers in host.pieces._parities["run.chain"].values():
+        for key, buffer in buffers.items():
+            yield f"parity {key}", buffer._blocks[0], 1000
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_memory_is_named_and_what_it_was_in_is_computed_without_it(logs: Logs, six: Filled) -> None:
+    named = set()
+    for number, host in enumerate(six.hosts):
+        lost = (number + 2) % 6  # a column of the set whose first parity the host has
+        for _, part, at in flips(host):
+            part[at] ^= 1
+            path = open_peers(six.url([lost]))
+            assert logs.compare(path) == STEPS
+            part[at] ^= 1
+            damaged = store_of(path).damaged
+            assert {one.holder for one in damaged} <= {host.address}
+            named |= {(one.holder, one.is_parity) for one in damaged}
+    assert named == {(host.address, is_parity) for host in six.hosts for is_parity in (False, True)}
+
+
+@pytest.mark.slow
+def test_what_parity_cannot_give_comes_from_the_chain_or_is_an_error(logs: Logs, six: Filled) -> None:
+    for _, part, at in (places := [place for host in six.hosts[2:] for place in flips(host) if "parity" in place[0]]):
+        part[at] ^= 1
+    try:
+        with pytest.raises(IncompleteError, match="as they were sent"):
+            logs.compare(open_peers(six.url([0, 1])))
+        path = open_peers(six.url([0, 1]), logs.chain)
+        assert logs.compare(path) == STEPS
+        assert store_of(path).nbytes_from[str(logs.chain)]
+        assert all(one.is_parity for one in store_of(path).damaged)
+    finally:
+        for _, part, at in places:
+            part[at] ^= 1
+
+
+class Mortal(Holder):
+    """Can die: then it answers nobody any more, on no connection."""
+
+    is_dead = False
+
+    def _answer_to(self, kind: FrameKind, body: bytearray) -> "tuple[FrameKind, bytes | memoryview]":
+        if self.is_dead:
+            raise PeerGone("dead")
+        return super()._answer_to(kind, body)
+
+
+class Breaking(Holder):
+    """Ends some connections after it has done what was asked, before it says so."""
+
+    count = 0
+
+    def _answer_to(self, kind: FrameKind, body: bytearray) -> "tuple[FrameKind, bytes | memoryview]":
+        answer = super()._answer_to(kind, body)
+        type(self).count += kind in (FrameKind.ADD, FrameKind.STORE)
+        if kind in (FrameKind.ADD, FrameKind.STORE) and self.count % 7 == 0:
+            raise PeerGone("broken on purpose")
+        return answer
+
+
+@pytest.mark.slow
+def test_a_piece_that_is_sent_again_after_a_broken_connection_is_added_once(logs: Logs) -> None:
+    filled = fill(logs, "parity:4+2", 6, kind=Breaking)
+    assert Breaking.count > 14
+    for lost in ([0, 1], [2, 5]):
+        assert logs.compare(open_peers(filled.url(lost))) == STEPS
+    filled.close()
+
+
+@pytest.mark.slow
+def test_what_is_added_while_a_lost_piece_is_read_does_not_change_it(logs: Logs) -> None:
+    filled = fill(logs, "parity:4+2", 6, steps=1)
+    path = open_peers(filled.url([1, 4]))
+    for rank, sender in enumerate(filled.senders):
+        if rank not in (1, 4):
+            logs.advance(sender, rank, 4)
+    wait_for([one for rank, one in enumerate(filled.senders) if rank not in (1, 4)])
+    assert logs.compare(path) == 1
+    assert store_of(path).nbytes_computed
+    filled.close()
+
+
+@pytest.mark.slow
+def test_a_holder_that_was_started_again_is_filled_again(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.holding.sender._CHECK_SECONDS", 0.3)
+    filled = fill(logs, "parity:2+1", 6, jump=2, steps=2, kind=Mortal)
+    old = filled.hosts[3].holder
+    assert isinstance(old, Mortal)
+    old.is_dead = True
+    old.close()
+    filled.hosts[3] = Host.start(address=old.address)
+    for rank, sender in enumerate(filled.senders):
+        logs.advance(sender, rank, STEPS)
+    deadline = time.monotonic() + SECONDS
+    while not are_filled(logs, filled.peers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    # Both other hosts of its group are needed, or it and one of them.
+    for lost in ([1, 0], [3, 2], [5, 4]):
+        assert logs.compare(open_peers(filled.url(lost))) == STEPS
+    filled.close()
+
+
+NAME = ParityName("run", "g", 0, 1, 0, 1, 2, 2)
+PLACE = ParityPlace(NAME, 0, 7, 0)
+CONTENT = bytearray(b"12345678")
+PIECE = SentPiece(PieceName("run", "g", "a/b.ckg", 0), piece_requests.digest_of(CONTENT), 1, True, False, 1, 50)
+
+
+def test_a_holder_adds_each_piece_once_and_refuses_others_in_its_place() -> None:
+    pieces = HeldPieces(1 << 22)
+    pieces.add(PLACE, PIECE, CONTENT)
+    nbytes = pieces.add(PLACE, PIECE, CONTENT)  # sent again
+    other = bytearray(b"1234567x")
+    changed = replace(PIECE, digest=piece_requests.digest_of(other))
+    for place, piece, content, message in (
+        (PLACE, changed, other, "another piece"),
+        (replace(PLACE, at=4), PIECE, CONTENT, "another piece"),
+        (replace(PLACE, rank=8, at=8), PIECE, CONTENT, "rank 7's, not rank 8's"),
+        (replace(PLACE, parity=replace(NAME, data=3)), PIECE, CONTENT, "another scheme"),
+    ):
+        with pytest.raises(CorruptError, match=message):
+            pieces.add(place, piece, content)
+    with pytest.raises(NoSpaceError):
+        pieces.add(replace(PLACE, at=10 << 20), PIECE, bytearray(4 << 20))
+    assert pieces.nbytes == nbytes
+    factor = parity_matrix(2, 2)[1, :1][None]
+    expected = multiply(factor, np.frombuffer(CONTENT, np.uint8)[None])[0].tobytes()
+    assert pieces.sum(NAME, 0, 9) == ([8, 0], expected + b"\0")
+    assert pieces.drop("run", before=50) == nbytes
+    assert pieces.drop("run", before=51) == 0
+    pieces.add(PLACE, replace(PIECE, created=60), CONTENT)
+    pieces.drop("run", before=60)
+    with pytest.raises(UnsupportedError, match="newer segment"):
+        pieces.add(PLACE, PIECE, CONTENT)
+
+
+HOSTILE = {
+    "a column beyond the set": {"column": 2},
+    "a rank that is no number": {"rank": "0"},
+    "a place below 0": {"at": -1},
+    "a place beyond any": {"at": 1 << 60},
+    "a row beyond the spares": {"row": 2},
+    "a set of one": {"data": 1},
+    "more blocks than a code has": {"data": 250, "spares": 6},
+    "a truth for a number": {"lane": True},
+    "a name that leads elsewhere": {"file": "../x"},
+    "another hash": {"digest": "00" * 16},
+}
+
+
+@pytest.mark.parametrize("fields", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_piece_of_a_parity_changes_nothing(fields: dict[str, object]) -> None:
+    valid = parity_requests.dump_added(PLACE, PIECE, bytes(CONTENT))
+    end = 4 + int.from_bytes(valid[:4], "little")
+    body = piece_requests.dump_fields({**json.loads(valid[4:end]), **fields}, bytes(CONTENT))
+    with pytest.raises(CorruptError):
+        parity_requests.parse_added(bytearray(body))
+    assert parity_requests.parse_added(bytearray(valid)) == (PLACE, PIECE, CONTENT)
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Host]:
+    host = Host.start()
+    yield host
+    host.holder.close()
+
+
+@pytest.mark.parametrize(
+    "body", [b"{}", b'{"run": 1}', b"[" * 4000, b'{"run":"run","pieces":1,"offset":-1,"nbytes":1}']
+)
+@pytest.mark.parametrize("kind", [FrameKind.ADD, FrameKind.PARITIES, FrameKind.SUM])
+def test_a_hostile_request_for_parity_is_refused(one: Host, kind: FrameKind, body: bytes) -> None:
+    with closing(Connection(one.holder.address, Credentials(), "holder", 5.0)) as connection:
+        connection._socket.sendall(frame(kind, body))
+        answer = until_end(connection._socket)
+    assert answer[4] == FrameKind.ERROR
+    assert one.pieces.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("scheme", "count", "jump", "message"),
+    [
+        ("parity:4+2", 5, 1, "needs 6 hosts, and there are 5"),
+        ("parity:2+1", 5, 2, "needs 6 hosts, and there are 5"),
+        ("parity:1+1", 5, 1, "is not copies:N"),
+        ("parity:8", 20, 1, "is not copies:N"),
+    ],
+)
+def test_peers_refuse_parity_for_which_there_are_too_few_hosts(
+    scheme: str, count: int, jump: int, message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        Peers([f"h{number}:1" for number in range(count)], scheme, jump)
+
+
+def test_peers_refuse_more_connections_than_a_holder_lets_in() -> None:
+    peers = Peers([f"h{number}:1" for number in range(34)], "parity:32+2")
+    assert peers.host_of(271, 272) == 33
+    with pytest.raises(InvalidArgumentError, match="connections to each holder"):
+        peers.host_of(0, 34 * 14)
+
+
+@pytest.mark.parametrize("scheme", ["parity:2+1", "parity:4+2", "parity:3+3"])
+@pytest.mark.parametrize(("count", "jump"), [(6, 1), (13, 2), (20, 3)])
+def test_each_host_is_in_as_many_sets_as_columns_and_holds_as_many_parities_as_rows(
+    scheme: str, count: int, jump: int
+) -> None:
+    peers = Peers([f"h{number}:1" for number in range(count)], scheme, 1 if count == 6 else jump)
+    sets = peers.sets
+    for host in range(count):
+        assert len(peers.sets_of(host)) == peers.parsed.data
+        assert sum(host in one.parities for one in sets) == peers.parsed.spares
+        assert host not in peers.parities_of(host)
+        for one in peers.sets_of(host):
+            assert set(one.parities) <= set(peers.parities_of(host))
+    assert all(len({*one.data, *one.parities}) == peers.parsed.hosts for one in sets)
+
+
+def test_factors_are_those_whose_sum_has_one_column_and_none_if_there_are_none() -> None:
+    """Against all combinations of rows, over the factors that a mask of listed pieces leaves."""
+    draw, every = np.random.default_rng(1), np.arange(256, dtype=np.uint8)
+    products = np.concatenate([multiply(half[:, None], every[None]) for half in (every[:128], every[128:])])
+    counts = Counter[bool]()
+    for _ in range(60):
+        rows, columns = draw.integers(1, 3), draw.integers(1, 4)
+        mask = draw.integers(0, 2, (rows, columns)).astype(np.uint8)
+        matrix = np.ascontiguousarray(parity_matrix(5, 3)[:rows, :columns] * mask)
+        sums = products[:, matrix[0]]  # of each factor of the first row, then of each of both
+        if rows == 2:
+            sums = sums[:, None] ^ products[:, matrix[1]]
+        for column in range(columns):
+            factors, unit = solution(matrix, column), np.eye(columns, dtype=np.uint8)[column]
+            if factors is not None:
+                assert (multiply(factors[None], matrix)[0] == unit).all()
+            assert (factors is not None) == bool((sums == unit).all(-1).any())
+            counts[factors is None] += 1
+    assert min(counts.values()) > 20
+
+
+@pytest.mark.slow
+def test_a_job_loads_the_last_segment_of_lost_hosts_and_the_older_one_is_freed(tmp_path: Path) -> None:
+    hosts = [Host.start() for _ in range(3)]
+    torch.manual_seed(1)
+    model, other = nn.Linear(640, 90), nn.Linear(640, 90)
+    optimizer, others = (torch.optim.AdamW(one.parameters(), fused=True) for one in (model, other))
+    peers = Peers([host.address for host in hosts], "parity:2+1")
+    with Recorder(model, optimizer, tmp_path / "run.chain", peers=peers, prove=False, bases=Bases(every=4)) as recorder:
+        for _ in range(6):
+            model(torch.randn(8, 640)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.note()
+        deadline = time.monotonic() + SECONDS
+        while [one.generations for host in hosts[1:] for one in host.pieces.status] != [1, 1]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    (tmp_path / "run.chain").rename(tmp_path / "lost")
+    left = ",".join(host.address for host in hosts[1:])
+    assert load(f"peers://{left}/run.chain", other, others).step == 6
+    assert torch.equal(model.weight, other.weight)
+    for host in hosts:
+        host.holder.close()
+
+
+@pytest.mark.slow
+def test_hosts_may_be_killed_restarted_and_flipped(tmp_path: Path) -> None:
+    report = run(kills(tmp_path / "logs", 5), 6)
+    assert report.failures == []
+
+
+def test_a_part_of_a_parity_of_another_size_is_refused() -> None:
+    assert wire.MAX_STORE > 255 * 8 + wire.CHUNK_NBYTES
+    with pytest.raises(CkptError):
+        parity_requests.parse_sum(bytearray(b'{"offset": 0, "nbytes": 9999999}'))
