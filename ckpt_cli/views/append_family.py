@@ -18,6 +18,7 @@ from ckpt_cli.views.append import estimate, note_warnings, protect_member, show,
 from ckpt_cli.views.chain_log import times
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.stores.location import listed_again
 from ckpt_formats.universal.chain import chain_file, folder
 
 
@@ -51,7 +52,7 @@ def append(chain: Path, source: Checkpoint, options: AppendOptions, resources: E
         policy = with_trials(options.policy)
         result = family.append_model(chain, source, options.name, parent, policy, resources, progress)
     protect_member(chain, result, options, resources)
-    listed = chain_file.read(chain).parent_of(result.member)
+    listed = chain_file.read(listed_again(chain)).parent_of(result.member)
     show(result, chain, as_json, None if listed is None else listed.name)
 
 

@@ -32,18 +32,18 @@ def show(paths: Sequence[str], options: ReadOptions, choice: Choice, how: Shown)
 
         return checkpoints.show_several(listed(paths, options, choice), how.as_json, target)
     place, inside = with_checkpoints_inside(paths[0])
+    run = Path(place) if isinstance(place, str) else place
     if inside:
         if choice:
             raise click.UsageError("--only and --skip are about one checkpoint: name one of those in the folder.")
         from ckpt_cli.views import checkpoints
 
-        run = Path(place) if isinstance(place, str) else place
         checkpoints.show_run(run, inside, options, how.as_json, target)
         return 0
     if models := models_of(place):
         from ckpt_cli.views import checkpoints
 
-        checkpoints.show_family(Path(place), models, options, how.as_json, target)
+        checkpoints.show_family(run, models, options, how.as_json, target)
         return 0
     checkpoint = choice.of(opening(place, options)())
     inspect.note_lack_of_index(checkpoint)

@@ -322,3 +322,6 @@ def test_family_in_a_bucket_is_changed_and_copied(user: StoreServer, family: Pat
     Chain(tmp_path / "back.chain").append(model(MATH), name="math")
     library.update_copy(tmp_path / "back.chain", url)
     assert list(run.models) == [*stays, "math"]
+    assert "math-dpo" in ckpt("inspect", url).out
+    begun = ckpt("append", f"{url}-2", f"{tmp_path / 'back.chain'}@other", "--name", "first")
+    assert f"{url}-2: first, base" in begun.out, begun.err
