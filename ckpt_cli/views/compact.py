@@ -13,7 +13,9 @@ from ckpt.pipeline import Execution
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import report
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import format_nbytes
+from ckpt_formats.parity.blocks import has_parity
 from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
 
 _FATES = {
@@ -29,6 +31,10 @@ def run(chain: Path, retention: Retention, policy: DeltaPolicy, resources: Execu
     """Compact a chain with a bar, and show what was done."""
     with progress_bar("compacting") as progress:
         result = compact(chain, retention, policy, resources, progress)
+    if not is_remote(chain) and has_parity(chain):
+        from ckpt_cli.views.protect import protect_states
+
+        protect_states(chain, None, None, resources)
     notes.note(*result.notes)
     show_result(chain, result, as_json)
 

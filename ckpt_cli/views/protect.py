@@ -197,6 +197,17 @@ def _show_differences(done: "Repair") -> None:
     conclude(f"DAMAGED: {file_count(count)} of {place} {verb} from parity; {fate}: ckpt repair {place}")
 
 
+def protect_states(chain: Path, lose: int | None, folders: Sequence[str] | None, resources: Execution) -> None:
+    """Write parity for states of a chain: those in these folders, or all. `lose` None: if others have it in groups."""
+    from ckpt.protection.members import losses_of_groups, protect_members
+
+    lose = losses_of_groups(chain) if lose is None else lose
+    if lose is not None:
+        notes.flush()
+        with progress_bar("writing parity") as progress:
+            protect_members(chain, lose, folders, resources=resources, progress=progress)
+
+
 def protect_target(target: Path, lose: int, resources: Execution) -> dict[str, Any]:
     """Protect what a command has just written; parity that it has copied is replaced. Returns the result as data."""
     return protection_json(_run(plan_protect(target, lose, overwrite=True), resources))

@@ -464,16 +464,14 @@ def test_commands_protect_what_they_write(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "u" / ".ckpt-parity")
     assert command("append", tmp_path / "run.chain", tmp_path / "u", "--protect", 1).code == 0
     assert command("copy", tmp_path / "run.chain", tmp_path / "copy.chain", "--protect", 1).code == 0
-    for protected in (tmp_path / "copy.chain", tmp_path / "copy.chain" / "step-0000000005"):
-        whole = contents_of(tmp_path / "copy.chain")
-        next(protected.glob("*.json")).unlink()
-        assert command("repair", protected).code == 0
-        assert contents_of(tmp_path / "copy.chain") == whole
-    flip(tmp_path / "run.chain" / "step-0000000005" / ".ckpt-parity" / "0" / "group-000")
+    whole = contents_of(tmp_path / "copy.chain")
+    next((tmp_path / "copy.chain").glob("*.json")).unlink()
+    assert command("repair", tmp_path / "copy.chain").code == 0
+    assert contents_of(tmp_path / "copy.chain") == whole
+    flip(tmp_path / "run.chain" / ".ckpt-parity" / "0" / "group-000")
     verified = command("verify", tmp_path / "run.chain")
     assert (verified.code, "1 file of" in verified.out) == (BROKEN, True)
     assert "ckpt repair" in verified.out
-    shutil.rmtree(tmp_path / "copy.chain" / ".ckpt-parity")
     report = json.loads(command("verify", tmp_path / "copy.chain", "--json").out)
     assert report["parity"]["nbytes"] > 0
     assert command("convert", ZERO1, tmp_path / "one.safetensors", "--protect", 1).code == 0

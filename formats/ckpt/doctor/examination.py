@@ -265,7 +265,7 @@ def _of_parity(surveyed: "Sequence[SurveyedFolder]", kind: str | None) -> Iterat
         what = f"parity is damaged or lost, such as {printable(str(damaged[0].damaged_parity[0]))}"
         remedy = repair.format(_quoted(damaged[0].path))
         yield Shortcoming(some(damaged, what), "repair of all that parity promises", remedy, False)
-    if single := [one for one in surveyed if one.domains == 1 and one.by != "part"]:
+    if single := [one for one in surveyed if one.domains == 1 and one.by not in ("part", "state")]:
         what = f"all files are lost together (--by {single[0].by}), so its parity is a copy of them"
         remedy = f"{_protect(single[0], by='file')} --overwrite"
         yield Shortcoming(some(single, what), "repair with less space than a copy", remedy, False)
@@ -283,6 +283,8 @@ def _quoted(path: Path | str) -> str:
 def _protect(one: "SurveyedFolder", by: str | None = None, into: "Sequence[Path | str] | None" = None) -> str:
     """The command that writes its parity, anew as it is but for `by` and `into`."""
     by = by or one.by or "file"
-    domains = {"file": "", "part": "", "table": " --domains TABLE"}.get(by, f" --by {printable(by)}")
+    domains = {"file": "", "part": "", "state": " --by folder", "table": " --domains TABLE"}.get(
+        by, f" --by {printable(by)}"
+    )
     places = "".join(f" --into {_quoted(place)}" for place in (one.elsewhere if into is None else into))
     return f"ckpt protect {_quoted(one.path)} --lose {one.losses or 2}{domains}{places}"

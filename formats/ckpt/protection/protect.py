@@ -41,11 +41,13 @@ from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.own_folder import make_own
 from ckpt_formats.core.publish import exchange, flush, flush_all, rename_new
 from ckpt_formats.core.store_path import is_remote
-from ckpt_formats.core.text import PARTIAL
+from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.parity.blocks import (
+    BlockAddress,
     ProtectedFolder,
     ThreadReaders,
     encode_stripe,
+    extend_stripe,
     manifest_copies,
     parity_file,
     parity_folder,
@@ -99,6 +101,15 @@ class Protection(Checked):
 
 
 @dataclass(frozen=True)
+class EarlierGroups:
+    """Parity that is there for some of the groups of a plan, or for some of their domains."""
+
+    folder: ProtectedFolder
+    numbers: tuple[int | None, ...]
+    """The number of each group of the plan in the earlier parity: domains of both have the same columns."""
+
+
+@dataclass(frozen=True)
 class ProtectPlan:
     """What will be protected, and where its parity will be."""
 
@@ -107,6 +118,8 @@ class ProtectPlan:
     elsewhere: tuple[Path, ...]
     identities: dict[Path, Identity] = field(repr=False)
     overwrite: bool = False
+    earlier: "EarlierGroups | None" = None
+    """Groups of parity that is there, and is used again."""
 
     @property
     def summary(self) -> Protection:
@@ -119,7 +132,7 @@ class ProtectPlan:
             nbytes=manifest.nbytes,
             parity_nbytes=manifest.parity_nbytes,
             manifest_nbytes=copies * len(self.folder.hashes.to_bytes()),
-            domains=sum(len(group.domains) for group in manifest.groups),
+            domains=sum(bool(domain.files) for group in manifest.groups for domain in group.domains),
             groups=len(manifest.groups),
             lose=manifest.parities,
         )
@@ -449,11 +462,16 @@ def _encode(work: _Work, journal: _Journal, resources: Resources, count: Callabl
         ThreadPoolExecutor(resources.workers, "ckpt") as pool,
     ):
         for group, stop in enumerate(starts[1:]):
+            if _carry(work, group):
+                for number in range(max(journal.done, starts[group]), stop):
+                    count(data_nbytes(number))
+                journal.note(max(journal.done, stop))
+                continue
             with _Outputs(folder, group) as outputs:
 
                 def encode(number: int, outputs: _Outputs = outputs) -> int:
                     group, stripe = stripes[number]
-                    sums = encode_stripe(folder, group, stripe, threads.reader, threads.buffers)
+                    sums = _encoded(work, group, stripe, threads)
                     outputs.write(folder.manifest.groups[group].starts[stripe], sums)
                     count(data_nbytes(number))
                     return number
@@ -471,6 +489,72 @@ def _encode(work: _Work, journal: _Journal, resources: Resources, count: Callabl
                         waiting = 0
                 outputs.flush()
                 journal.note(first)
+
+
+def _carry(work: _Work, group: int) -> bool:
+    """Take over the hashes of a group that has parity already, and its parities if no domain was added or removed.
+
+    Returns whether nothing is left to do for it.
+    """
+    earlier, folder = work.plan.earlier, work.grown
+    number = None if earlier is None else earlier.numbers[group]
+    if earlier is None or number is None:
+        return False
+    there, own = earlier.folder.manifest.groups[number], folder.manifest.groups[group]
+    is_same = there == own
+    data = len(own.domains)
+    for column in range(data + own.parities if is_same else data):
+        if column < data and there.domains[column] != own.domains[column]:
+            continue
+        for stripe in range(len(own.stripe_nbytes)):
+            if own.block_nbytes(column, stripe):
+                folder.hashes.note(group, column, stripe, earlier.folder.hashes.of(number, column, stripe))
+    if is_same:
+        for old, new in zip(earlier.folder.places, folder.places, strict=True):
+            _link(parity_file(old, number), parity_file(new, group))
+    return is_same
+
+
+def _link(old: Path, new: Path) -> None:
+    """Give a file, if it is there, a second name: the first one goes with its folder. Copies it where links fail.
+
+    One that is missing or damaged stays so: its hashes say it, and `repair` writes it again.
+    """
+    new.unlink(missing_ok=True)
+    if not old.is_file():
+        return
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except OSError:
+        shutil.copyfile(old, new)
+
+
+def _encoded(work: _Work, group: int, stripe: int, threads: ThreadReaders) -> Array:
+    """The parities of a stripe, (m, n) uint8, from those that are there, or from all data.
+
+    Raises `CorruptError` if data has another hash than when it was protected.
+    """
+    folder, earlier = work.grown, work.plan.earlier
+    number = None if earlier is None else earlier.numbers[group]
+    if earlier is None or number is None:
+        return encode_stripe(folder, group, stripe, threads.reader, threads.buffers)
+    there, own = earlier.folder.manifest.groups[number], folder.manifest.groups[group]
+    stays = [column for column, one in enumerate(own.domains) if one.files and one == there.domains[column]]
+    if len(stays) == sum(bool(one.files) for one in there.domains):  # none was removed
+        sums = extend_stripe(folder, earlier.folder, (group, number, stripe), threads.reader, threads.buffers)
+        if sums is not None:
+            return sums
+    sums = encode_stripe(folder, group, stripe, threads.reader, threads.buffers)
+    for column in stays:
+        at = BlockAddress(group, column, stripe)
+        if own.block_nbytes(column, stripe) and folder.hash(at) != earlier.folder.hashes.of(number, column, stripe):
+            place = folder.place(at)
+            raise CorruptError(
+                f"byte {place.offset:,} and those after it are not what was protected",
+                where=place.path,
+                hint=f"Repair it first: ckpt repair {printable(str(folder.path))}",
+            )
+    return sums
 
 
 class _Outputs:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ckpt.protection.damage import all_files, file_nbytes
+from ckpt.protection.members import is_of_members
 from ckpt.protection.protect import is_protected
 from ckpt_formats.core.arguments import Checked, Count
 from ckpt_formats.core.errors import CkptError
@@ -44,7 +45,7 @@ class SurveyedFolder(Checked):
     """How many domains of a group may be lost; 0 without parity."""
     domains: Count
     by: str | None
-    """What a domain is: `file`, `folder`, `node:N` or `table`; `part` of a single file."""
+    """What a domain is: `file`, `folder`, `node:N` or `table`; `part` of a single file, `state` of a chain."""
     elsewhere: tuple[str, ...] = ()
     """The folders and URLs that have the parities in turn, if they are not with the checkpoint."""
     unprotected: tuple[str, ...] = ()
@@ -80,6 +81,8 @@ def _roots(folder: Path) -> Iterator[Path]:
     """The folders and files that have parity of their own, or could have it."""
     if has_parity(folder):
         yield folder
+        if (folder / _CHAIN).is_file():
+            yield from sorted(one for one in folder.iterdir() if one.is_dir() and has_parity(one))
         return
     try:
         if (folder / _CHAIN).is_file():
@@ -116,7 +119,12 @@ def _compared(path: Path, parity: ProtectedFolder, most: int) -> tuple[SurveyedF
     """What is known of a protected folder or file, and how many blocks were read for it."""
     manifest, known = parity.manifest, parity.manifest.lengths
     files = [(path.name, path)] if parity.file is not None else below(path)
-    there = {name: file.stat() for name, file in files if file.is_file() and is_protected(name)}
+    is_of_states = (path / _CHAIN).is_file() and is_of_members(manifest)
+    there = {
+        name: file.stat()
+        for name, file in files
+        if file.is_file() and is_protected(name) and not (is_of_states and name not in known and _is_beside(path, name))
+    }
     changed = [name for name, nbytes in known.items() if name not in there or there[name].st_size != nbytes]
     # The oldest copy: a repair may have written another one later. The time of a change of the file's entry, because
     # copies and archives set the time of its content.
@@ -133,8 +141,8 @@ def _compared(path: Path, parity: ProtectedFolder, most: int) -> tuple[SurveyedF
         SurveyedFolder(
             path=path,
             losses=manifest.parities,
-            domains=sum(len(group.domains) for group in manifest.groups),
-            by=manifest.by,
+            domains=sum(bool(domain.files) for group in manifest.groups for domain in group.domains),
+            by="state" if is_of_states else manifest.by,
             elsewhere=manifest.elsewhere,
             unprotected=tuple(sorted(there.keys() - known.keys())),
             changed=tuple(sorted(changed)),
@@ -143,6 +151,12 @@ def _compared(path: Path, parity: ProtectedFolder, most: int) -> tuple[SurveyedF
         ),
         len(places),
     )
+
+
+def _is_beside(chain: Path, name: str) -> bool:
+    """Whether a file of a chain is not one of a state that could be in groups: its list, or of a state with parity."""
+    folder, mark, _ = name.partition("/")
+    return not mark or has_parity(chain / folder)
 
 
 def _middle_blocks(parity: ProtectedFolder) -> Iterator[tuple[BlockAddress, str]]:

@@ -352,6 +352,40 @@ def encode_stripe(folder: ProtectedFolder, group: int, stripe: int, reader: Read
     return sums
 
 
+def extend_stripe(
+    folder: ProtectedFolder, earlier: ProtectedFolder, at: tuple[int, int, int], reader: Reader, buffers: StripeBuffers
+) -> Array | None:
+    """Return the parities of a stripe to which domains were added, (m, n) uint8, from the earlier ones and what is new.
+
+    `at`: the number of the group, what it was earlier, and the stripe. Domains of the earlier group are in the same
+    columns, and others were empty there: a parity is a sum, so new blocks are added to it. The hashes of new blocks and
+    of all parities are noted. Returns None if an earlier parity does not fit its hash.
+
+    Raises `CkptError` if a file cannot be read. The result is valid until `buffers` are used again.
+    """
+    number, before, stripe = at
+    own, there = folder.manifest.groups[number], earlier.manifest.groups[before]
+    data, parities = len(own.domains), own.parities
+    added = [
+        one for one in folder.blocks_of(number, stripe) if one.column < data and not there.domains[one.column].files
+    ]
+    has_parity_there = stripe < len(there.stripe_nbytes)
+    old = [BlockAddress(before, data + row, stripe) for row in range(parities)] if has_parity_there else []
+    columns = [one.column for one in added]
+    matrix = np.hstack((parity_matrix(data, parities)[:, columns], np.eye(parities, dtype=np.uint8)[:, : len(old)]))
+    places = [*map(folder.place, added), *map(earlier.place, old)]
+    digests, sums = combine(reader, places, matrix, own.stripe_nbytes[stripe], buffers)
+    if any(digest != earlier.hash(one) for one, digest in zip(old, digests[len(added) :], strict=True)):
+        return None
+    for one, digest in zip(added, digests, strict=False):
+        if isinstance(digest, CkptError):
+            raise digest
+        folder.hashes.note(number, one.column, stripe, digest)
+    for row, block in enumerate(sums):
+        folder.hashes.note(number, data + row, stripe, xxhash.xxh3_128_digest(block.data))
+    return sums
+
+
 def recovery_factors(folder: ProtectedFolder, wanted: Sequence[BlockAddress], others: Sequence[BlockAddress]) -> Array:
     """The factors by which other blocks of a stripe give the wanted ones: (wanted, others) uint8; 0 of spare ones.
 

@@ -71,7 +71,7 @@ def _read_path(place: StrPath, anonymous: bool, one_level: bool) -> Path:
     if scheme == _PARITY:
         from ckpt_formats.stores.parity_store import open_parity
 
-        return open_parity(place)
+        return open_parity(place, _read_path(place.partition("://")[2], anonymous, one_level))
     if scheme == _PEERS:
         from ckpt_formats.stores.peers_store import open_peers
 

@@ -26,7 +26,6 @@ from ckpt_formats.parity.blocks import (
 )
 from ckpt_formats.parity.manifest import BLOCK_NBYTES, HASH_NBYTES
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
-from ckpt_formats.stores.location import source_path
 
 SCHEME = "parity"
 _RECENT = 32
@@ -92,12 +91,12 @@ class ParityStore(ListedStore):
         return block
 
 
-def open_parity(url: str) -> StorePath:
+def open_parity(url: str, path: Path) -> StorePath:
     """The path that `parity:///PATH` names: a folder that has parity, something in it, or a state of a chain.
 
-    Raises as `find_parity`.
+    `path`: the one after the scheme. Raises as `find_parity`.
     """
-    place = source_path(url.partition("://")[2]).absolute()
+    place = path.absolute()
     if ".." in place.parts:
         raise InvalidArgumentError("has a part `..`", where=url, hint="Name the folder itself.")
     chain = place.with_name(place.name.rpartition("@")[0]) if "@" in place.name else place
