@@ -1,4 +1,4 @@
-"""States of a chain share parity in groups: small, added to without reading the others, and never a blessing of damage."""
+"""States of a chain share parity in groups: others are not read when one joins, and damage is never protected."""
 
 import os
 import shutil
