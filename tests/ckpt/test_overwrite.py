@@ -45,6 +45,13 @@ def test_overwrite_replaces_a_checkpoint_and_leaves_nothing_beside_it(name: str,
     assert done.out.startswith(f"wrote {target}: ")
 
 
+def test_overwrite_replaces_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command("convert", source(tmp_path, 1.0), tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "out")
+    done = command("convert", source(tmp_path, 2.0), ".", "--overwrite")
+    assert (done.code, value_of(tmp_path / "out")) == (0, 2.0), done.err
+
+
 def test_overwrite_removes_the_checksums_of_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "out.safetensors"
     assert command("convert", source(tmp_path, 1.0), target, "--seal").code == 0

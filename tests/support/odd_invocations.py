@@ -72,6 +72,10 @@ ODD: dict[str, Odd] = {
     "a watch of itself": Odd(
         "watch damaged damaged/copies --once", 2, ("in the folder of the run", "outside of the run")
     ),
+    "the root as a target": Odd("clean /", 2, ("the root of the file system",)),
+    "the current folder as a target": Odd("convert a.pt .", 30, ("exists already", "--overwrite")),
+    "a chain that is not there": Odd("log gone", 10, ("nothing at this path", "ckpt append CHAIN CKPT")),
+    "a run that is not there": Odd("prune damage --keep last:1", 10, ("nothing at this path", "Did you mean damaged")),
     "no files of ranks": Odd("index a.pt", 22, ("a.pt", "format torch", "ckpt convert a.pt TARGET --to dcp")),
     "a chain that has a retention": Odd("prune run.chain --keep last:3", 2, ("run.chain", "ckpt compact")),
     "parity of a single file by folders": Odd("protect a.pt --by folder", 2, ("parts of its own", "Leave out --by")),

@@ -26,7 +26,7 @@ from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry.endings import ENDINGS
-from ckpt_formats.registry.location import STEP, checkpoints_in
+from ckpt_formats.registry.location import STEP, check_there, checkpoints_in
 from ckpt_formats.registry.newest import open_whole, step_of
 from ckpt_formats.registry.parents import all_named_by_pointers
 from ckpt_formats.stores.location import source_path
@@ -133,6 +133,7 @@ def prune_stored(
         folder = source_path(str(folder)) if is_remote(folder) else folder
     steps = _steps(folder, options or ReadOptions())
     if not steps:
+        check_there(folder)
         raise NotFoundError(
             "holds no checkpoint that is named after its step",
             where=printable(str(folder)),

@@ -33,7 +33,7 @@ def locate(path: Path) -> Located:
     """
     if (state := _state_of_chain(path)) is not None:
         return state
-    _check_there(path)
+    check_there(path)
     failure: CkptError | None = None
     try:
         format = _of_file(path) if path.is_file() else _of_folder(path)
@@ -235,7 +235,8 @@ def is_checkpoint(path: Path) -> bool:
         return True
 
 
-def _check_there(path: Path) -> None:
+def check_there(path: Path) -> None:
+    """Raise `NotFoundError`, with what may have been meant, if there is nothing, or what is not finished."""
     try:
         path.stat()
     except CkptError:

@@ -238,7 +238,16 @@ def target_path(place: StrPath) -> Path:
         raise UnsupportedError(
             "ckpt does not write there", where=printable(str(place)), hint=f"Name a local path, or {_FORMS}."
         )
-    return source_path(place)
+    path = source_path(place)
+    return path if is_remote(path) or path.name not in ("", "..") else _named(path)
+
+
+def _named(path: Path) -> Path:
+    """The same local path with a name at its end, which `.` and `..` lack: files lie beside a target."""
+    named = Path(os.path.abspath(path))
+    if not named.name:
+        raise InvalidArgumentError("is the root of the file system, and no target", where=named)
+    return named
 
 
 def local_path(place: StrPath) -> Path:
