@@ -44,7 +44,7 @@ HEADER = 18
 MESHES = ("1", "2", "8", "4x2", "2x4")
 STATES = (*(f"mesh-{mesh}" for mesh in MESHES), "zarr3", "plain", "plain-zarr3", "small-files", "run", "run/2/state")
 STATES += ("v1", "aggregate", "aggregate-placeholders", "aggregate-metadata", "flax", "flax/checkpoint_900")
-STATES += ("flax-chunked",)
+STATES += ("flax-chunked", "easydel", "easydel/run-3")
 OF_OPTAX = {"model": "params.", "exp_avg": "opt_state.1.0.mu.", "exp_avg_sq": "opt_state.1.0.nu."}
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
@@ -176,6 +176,39 @@ def test_arrays_that_flax_kept_beside_its_file_are_read(processes: Path, tmp_pat
     file.write_bytes(file.read_bytes().replace(b"params/kernel", b"../../../etcc"))
     with pytest.raises(UnsafeError):
         ckpt.open(file)
+
+
+@with_jax
+def test_state_of_easydel_becomes_one_of_orbax_and_is_refused_if_its_index_does_not_fit(
+    saved: Path, tmp_path: Path
+) -> None:
+    source = ckpt.open(saved / "easydel")
+    ckpt.save(source, tmp_path / "7", ckpt.Orbax())
+    assert ckpt.diff(source, ckpt.open(tmp_path / "7"), tensors_only=True).same
+    folder = tmp_path / "run-3"
+    shutil.copytree(saved / "easydel" / "run-3", folder)
+    index = folder / "tensorstore_index.json"
+    stated = json.loads(index.read_text())
+    first = stated["prefixes"]["model"][0]
+    for change, error in (
+        ({"shape": [3]}, CorruptError),
+        ({"dtype": "float16"}, CorruptError),
+        ({"dtype": "words"}, CorruptError),
+        ({"path": stated["prefixes"]["model"][1]["path"]}, CorruptError),
+        ({"path": f"{stated['prefixes']['model'][1]['path']}/0"}, CorruptError),
+        ({"path": "../run-3/model"}, UnsafeError),
+        ({"path": "/etc"}, UnsafeError),
+        ({"path": 7}, UnsafeError),
+        ({"path": "model/absent"}, IncompleteError),
+    ):
+        prefixes = {**stated["prefixes"], "model": [*stated["prefixes"]["model"][1:], {**first, **change}]}
+        index.write_text(json.dumps({**stated, "prefixes": prefixes}))
+        with pytest.raises(error):
+            ckpt.open(folder)
+    index.write_text(json.dumps(stated))
+    (folder / first["path"] / "0").unlink()
+    with pytest.raises(IncompleteError, match="chunk"):
+        ckpt.open(folder)
 
 
 @with_jax

@@ -66,12 +66,13 @@ FORMATS: dict[str, ListedFormat] = {
         "ckpt_formats.engines.orbax:Orbax",
         Marks(
             # Last in a store, in the order of names: `commit_success.txt`.
-            ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt", "checkpoint"),
+            ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt", "checkpoint", "tensorstore_index.json"),
             (
                 "manifest.ocdbt",
                 *("*.orbax-checkpoint-tmp*", "*/_METADATA", "*/_CHECKPOINT_METADATA", "*/manifest.ocdbt"),
                 *("*/.zarray", "*/zarr.json", "*/default/_METADATA", "*/state/_METADATA", "*/items/_METADATA"),
                 *("*/params/_METADATA", "*/pytree/_METADATA", "*/process_metadata", "*/checkpoint"),
+                "*/tensorstore_index.json",
             ),
         ),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from devices import MESHES, mesh_of, names_of, sharded, write_truth
 from flax import serialization
 from flax.training import checkpoints
 from flax.training.train_state import TrainState
+from jax.experimental.array_serialization import serialization as array_serialization
 from orbax.checkpoint import msgpack_utils
 from orbax.checkpoint.utils import leaf_placeholder
 
@@ -78,6 +80,22 @@ def of_flax(folder: Path, state: TrainState) -> None:
     checkpoints.save_checkpoint(folder.with_name("flax-chunked"), state, 7, prefix="model_")
 
 
+def of_easydel(folder: Path, tree: Any) -> None:
+    """Save as EasyDeL 0.3 does (eformer 0.0.99.12, `tree_serialize_leaves`): by JAX, and an index of all arrays."""
+    arrays = {name.replace(".", "/"): leaf for name, leaf in names_of(tree).items()}
+    manager = array_serialization.GlobalAsyncCheckpointManager()
+    manager.serialize_with_paths(
+        list(arrays.values()), [str(folder / path) for path in arrays], on_commit_callback=lambda: None
+    )
+    manager.wait_until_finished()
+    prefixes: dict[str, list[dict[str, Any]]] = {}
+    for path, array in arrays.items():
+        entry = {"path": path, "shape": list(array.shape), "dtype": str(array.dtype)}
+        prefixes.setdefault(path.partition("/")[0], []).append(entry)
+    index = {"format": "tensorstore", "version": "0.0.99.12", "prefixes": prefixes}
+    (folder / "tensorstore_index.json").write_text(json.dumps(index))
+
+
 def main(out: Path) -> None:
     adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-3, 0.0, 10)))
     state = trained(adam, 3)
@@ -92,6 +110,7 @@ def main(out: Path) -> None:
     aggregate(out / "aggregate-placeholders", state, 2, metadata=False)
     aggregate(out / "aggregate-metadata", state, 2, metadata=True)
     of_flax(out / "flax", state)
+    of_easydel(out / "easydel" / "run-3", {"model": tree.params, "tx": tree.opt_state})
     ocp_v1.save_pytree(out / "v1", tree)
     files = ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=3000)
     saver = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())

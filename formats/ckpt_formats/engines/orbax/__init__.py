@@ -2,6 +2,7 @@
 
 folder     which folders are a checkpoint: a tree, a step, a run
 metadata   its JSON files
+indexed    the index of a checkpoint of EasyDeL
 arrays     arrays as lazy tensors: OCDBT, or folders of zarr
 tree       the model and the states of optax in a tree
 read       the index of a checkpoint

@@ -5,6 +5,7 @@ _METADATA, params.kernel/.zarray, 0.0    a tree of arrays, each in a folder of i
 _CHECKPOINT_METADATA                     a step; its items are folders beside the file, or the step is the tree
 checkpoint                               a tree in MessagePack, of old versions; its arrays inside or in folders beside
 42/, step_42/                            the steps of a run
+tensorstore_index.json                   a step of EasyDeL, whose arrays are in nested folders
 node-0/process_metadata, node-1/...      what each process of one step wrote, if it wrote to a disk of its own
 42.orbax-checkpoint-tmp-1700000000       a save that did not finish
 commit_success.txt                       in buckets, where nothing can be renamed: the save is complete
@@ -24,6 +25,7 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import printable
 from ckpt_formats.engines.orbax.aggregate import has_aggregate
+from ckpt_formats.engines.orbax.indexed import INDEX, has_index
 from ckpt_formats.engines.orbax.metadata import COMMITTED, OF_PROCESS, PROCESSES, STEP, TREE, read_step
 
 UNFINISHED = ".orbax-checkpoint-tmp"
@@ -85,10 +87,14 @@ def _has_arrays(folder: Path) -> bool:
 
 
 def _is_step(path: Path) -> bool:
-    return (path / STEP).is_file() or is_tree(path)
+    return (path / STEP).is_file() or has_index(path) or is_tree(path)
 
 
 def _step_at(path: Path) -> StepFolder:
+    match = _STEP_NAME.fullmatch(path.name)
+    number = int(match[1]) if match else None
+    if has_index(path):
+        return StepFolder(path, {"": path}, {}, number)
     metadata = read_step(path)
     if UNFINISHED in path.name:
         raise _unfinished(path, f"Orbax removes `{UNFINISHED}` from the name when it is done")
@@ -96,14 +102,13 @@ def _step_at(path: Path) -> StepFolder:
         raise _unfinished(path, f"{STEP} has no time of a commit")
     if is_remote(path) and not (path / COMMITTED).is_file():
         raise _unfinished(path, f"there is no {COMMITTED}, which Orbax writes last")
-    match = _STEP_NAME.fullmatch(path.name)
     handlers = metadata.items if metadata is not None else {}
     items = {"": path} if is_tree(path) else dict(_items(path))
     if missing := [name for name in handlers if name and name not in items and not is_tree(path)]:
         text = f"the item `{printable(missing[0])}`, which {STEP} names, is missing"
         raise IncompleteError(text, where=path, hint="Copy all folders of the step.")
     items = {name: folder for name, folder in items.items() if name != PROCESSES} or items
-    return StepFolder(path, items, handlers, int(match[1]) if match else None)
+    return StepFolder(path, items, handlers, number)
 
 
 def _shards(path: Path) -> list[Path]:
@@ -155,7 +160,7 @@ def _is_step_of_run(path: Path) -> bool:
     if not path.is_dir():
         return False
     items = (f"{item}/{TREE}" for item in ("default", "state", "items", "params", "pytree"))
-    is_named = any((path / name).is_file() for name in (STEP, TREE, MANIFEST, *items))
+    is_named = any((path / name).is_file() for name in (STEP, TREE, MANIFEST, INDEX, *items))
     return UNFINISHED in path.name or is_named or has_aggregate(path)
 
 

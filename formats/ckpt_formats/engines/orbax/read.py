@@ -19,6 +19,7 @@ from ckpt_formats.core.values import Value, is_natural
 from ckpt_formats.engines.orbax.aggregate import AGGREGATE, AggregatedLeaf, has_aggregate, read_aggregate
 from ckpt_formats.engines.orbax.arrays import read_arrays
 from ckpt_formats.engines.orbax.folder import StepFolder, find, is_tree
+from ckpt_formats.engines.orbax.indexed import INDEX, has_index, read_indexed
 from ckpt_formats.engines.orbax.metadata import (
     ARRAYS,
     COMMITTED,
@@ -91,6 +92,8 @@ class TreeLeaves:
 
 def _checkpoint(path: Path) -> Checkpoint:
     step_folder = find(path)
+    if has_index(step_folder.folder):
+        return _of_easydel(path, step_folder)
     trees: dict[str, TreeLeaves] = {}
     extras: dict[str, Value] = {}
     notices = list(step_folder.notices)
@@ -128,6 +131,21 @@ def _checkpoint(path: Path) -> Checkpoint:
     notices += [notice for one in trees.values() for notice in one.notices]
     layout: dict[str, Value] = {"items": items, "json": [name for name in json_items if name in extras]}
     return index_of(path, step_folder, tree, layout, extras, tuple(files), notices)
+
+
+def _of_easydel(path: Path, step_folder: StepFolder) -> Checkpoint:
+    """The checkpoint whose arrays an index of EasyDeL lists."""
+    folder = step_folder.folder
+    arrays = read_indexed(folder)
+    tree = TreeLeaves(files=(*arrays.files, SourceFile(folder / INDEX, (folder / INDEX).stat().st_size, "metadata")))
+    for name, tensor in arrays.tensors.items():
+        keys = tuple(name.split("/"))
+        kinds = tuple(SEQUENCE if key.isdecimal() else DICT for key in keys)
+        tree.leaves[keys], tree.arrays[keys] = Leaf(keys, kinds, "jax.Array"), tensor
+    notices = list(step_folder.notices)
+    if others := [name for name in names_in(folder) if name.endswith(".json") and name != INDEX]:
+        notices.append(Notice("files of EasyDeL beside the arrays are not read", tuple(sorted(others))))
+    return index_of(path, step_folder, tree, {}, {}, tree.files, notices)
 
 
 def json_file(item: str) -> str:
