@@ -270,8 +270,8 @@ class FoundBlocks(BlockSource):
         """Whether a block is known to be nowhere."""
         return at in self._damage.bad and at not in self._damage.elsewhere
 
+    def place(self, at: BlockAddress) -> BlockPlace:
+        return self._damage.elsewhere.get(at) or super().place(at)
+
     def fetch(self, at: BlockAddress, out: Array) -> bool:
-        place = self._damage.elsewhere.get(at)
-        if place is None:
-            return at not in self._damage.bad and super().fetch(at, out)
-        return read_block(self.reader, place, out) == self.folder.hash(at)
+        return not self.is_lost(at) and super().fetch(at, out)

@@ -18,7 +18,7 @@ from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.store_path import StoreError, is_remote, request
 from ckpt_formats.core.text import printable
 from ckpt_formats.parity.code import parity_matrix, recovery_matrix
-from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, NAME, BlockHashes, DomainGroup, ParityManifest, read
+from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, NAME, BlockHashes, ParityManifest, read
 
 BLOCKS_AT_ONCE = 16
 """Blocks of a stripe that are in memory together: a thread needs so many and the parities, whatever the group is."""
@@ -197,12 +197,6 @@ class StripeBuffers:
     def inputs(self, nbytes: int) -> Array:
         """Room for blocks, or slices of them, of this length: (BLOCKS_AT_ONCE, nbytes) uint8, of any content."""
         return self._inputs[: BLOCKS_AT_ONCE * nbytes].reshape(BLOCKS_AT_ONCE, nbytes)
-
-    def sums(self, rows: int, nbytes: int) -> Array:
-        """Sums of blocks: (rows, nbytes) uint8, all 0."""
-        sums = self.room(rows, nbytes)
-        sums[:] = 0
-        return sums
 
     def room(self, rows: int, nbytes: int) -> Array:
         """Room for sums of blocks: (rows, nbytes) uint8, of any content."""
@@ -412,9 +406,13 @@ class BlockSource:
     def __init__(self, folder: ProtectedFolder, reader: Reader) -> None:
         self.folder, self.reader = folder, reader
 
+    def place(self, at: BlockAddress) -> BlockPlace:
+        """Where a block is read, unless it is known to be lost."""
+        return self.folder.place(at)
+
     def fetch(self, at: BlockAddress, out: Array) -> bool:
         """Fill `out`, (n,) uint8, with a block and zeros; False if it is not there with its hash."""
-        return read_block(self.reader, self.folder.place(at), out) == self.folder.hash(at)
+        return read_block(self.reader, self.place(at), out) == self.folder.hash(at)
 
 
 def recover(
@@ -444,34 +442,16 @@ def recover(
                 else f"Its parity is elsewhere: ckpt repair {printable(str(folder.path))} "
                 + " ".join(f"--parity {printable(one)}" for one in folder.unnamed),
             )
+        others = [BlockAddress(number, column, stripe) for column in present if group.block_nbytes(column, stripe)]
         matrix = _recovery_matrix(len(group.domains), group.parities, present, tuple(at.column for at in wanted))
-        failed = _combine(source, group, number, stripe, present, matrix, buffers)
-        if not isinstance(failed, int):
+        factors = matrix[:, [present.index(at.column) for at in others]]
+        places = list(map(source.place, others))
+        digests, sums = combine(source.reader, places, factors, group.stripe_nbytes[stripe], buffers)
+        failed = {at.column for at, digest in zip(others, digests, strict=True) if digest != folder.hash(at)}
+        if not failed:
             break
-        bad.add(failed)
-    for at, block in zip(wanted, failed, strict=True):
+        bad |= failed
+    for at, block in zip(wanted, sums, strict=True):
         if xxhash.xxh3_128_digest(block[: folder.place(at).nbytes].data) != folder.hash(at):
             raise CorruptError("what parity gives does not fit the hash", where=folder.place(at).path)
-    return failed
-
-
-def _combine(
-    source: BlockSource,
-    group: DomainGroup,
-    number: int,
-    stripe: int,
-    present: Sequence[int],
-    matrix: Array,
-    buffers: StripeBuffers,
-) -> Array | int:
-    """The sums of blocks of some columns with the factors of a matrix; or the column of a block that is not whole."""
-    nbytes = group.stripe_nbytes[stripe]
-    inputs, sums = buffers.inputs(nbytes), buffers.sums(len(matrix), nbytes)
-    filled = [i for i, column in enumerate(present) if group.block_nbytes(column, stripe)]
-    for first in range(0, len(filled), BLOCKS_AT_ONCE):
-        some = filled[first : first + BLOCKS_AT_ONCE]
-        for block, i in zip(inputs, some, strict=False):
-            if not source.fetch(BlockAddress(number, present[i], stripe), block):
-                return present[i]
-        add_products(np.ascontiguousarray(matrix[:, some]), inputs[: len(some)], sums)
     return sums
