@@ -1,5 +1,6 @@
 """Files that are lost, torn, flipped or exchanged are repaired by parity, bit for bit, or named."""
 
+import errno
 import itertools
 import json
 import math
@@ -17,6 +18,7 @@ from safetensors.numpy import save_file
 
 import ckpt
 from ckpt.pipeline import Resources
+from ckpt_formats.core import publish
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.tensor import read
 from ckpt_formats.parity import manifest
@@ -283,6 +285,20 @@ def test_protect_refuses_parity_that_is_there_and_replaces_it_if_asked(run: Path
     (run / "more").unlink()
     assert not ckpt.repair(run, resources=TWO).unrepairable
     assert (run / "more").read_bytes() == b"more"
+
+
+def test_parity_is_replaced_where_a_file_system_cannot_exchange_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, place = tmp_path / "run", tmp_path / "place"
+    fill(root, {name: os.urandom(99) for name in "xyz"})
+    ckpt.protect(root, 1, into=[place], resources=TWO)
+    monkeypatch.setattr(publish, "renameat2", lambda source, target, flag=0: errno.EINVAL)
+    (root / "x").write_bytes(b"newer")
+    ckpt.protect(root, 1, into=[place], overwrite=True, resources=TWO)
+    assert not ckpt.repair(root, parity=[place], resources=TWO).damaged
+    assert sorted(os.listdir(root)) == [".ckpt-parity", "x", "y", "z"]
+    assert sorted(os.listdir(tmp_path)) == ["place", "run"]
 
 
 def test_protect_and_repair_refuse_what_they_cannot_do(run: Path, tmp_path: Path) -> None:

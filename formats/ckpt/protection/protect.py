@@ -39,7 +39,7 @@ from ckpt_formats.core.folders import below
 from ckpt_formats.core.identity import Identity, check_unchanged
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.own_folder import make_own
-from ckpt_formats.core.publish import exchange, flush, flush_all, rename_new
+from ckpt_formats.core.publish import RenameError, exchange, flush, flush_all, rename_new
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.parity.blocks import (
@@ -614,9 +614,19 @@ def _publish(work: _Work) -> None:
 
 
 def _name(folder: Path, base: Path, is_replaced: bool) -> None:
-    """Give a folder that has grown its name, at once, also if it replaces another one."""
+    """Give a folder that has grown its name, at once, also if it replaces another one.
+
+    Where a file system cannot exchange names, the other one is moved away before: for a moment there is no parity.
+    """
     if is_replaced:
-        exchange(folder, base)
+        try:
+            exchange(folder, base)
+        except RenameError:
+            aside = base.with_name(f"{base.name}.old{PARTIAL}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(base, aside)
+            rename_new(folder, base)
+            folder = aside
         shutil.rmtree(folder)
     else:
         rename_new(folder, base)

@@ -82,10 +82,9 @@ class ProtectedFolder:
             path = parity_file(self.places[parity], at.group)
             return BlockPlace(path, group.starts[at.stripe], group.stripe_nbytes[at.stripe])
         domain = group.domains[at.column]
-        if at.stripe >= len(domain.blocks):
+        if at.stripe >= domain.block_count:
             return BlockPlace(self.root, 0, 0)
-        number, index = domain.blocks[at.stripe]
-        file = domain.files[number]
+        file, index = domain.block(at.stripe)
         return BlockPlace(self.root / file.name, file.start + index * BLOCK_NBYTES, file.block_nbytes(index))
 
     def hash(self, at: BlockAddress) -> bytes:

@@ -9,9 +9,11 @@ of all groups are files in one folder, the place j. If a single file is protecte
 import json
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +66,26 @@ class Domain:
     files: tuple[ProtectedFile, ...]
 
     @cached_property
-    def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Its blocks in their order: each the number of a file, and of a block in it."""
-        return tuple((number, index) for number, file in enumerate(self.files) for index in range(file.block_count))
+    def _ends(self) -> tuple[int, ...]:
+        """How many blocks there are up to the end of each file."""
+        return tuple(accumulate(file.block_count for file in self.files))
+
+    @property
+    def block_count(self) -> int:
+        """Its blocks, which are those of its files in their order."""
+        return self._ends[-1] if self._ends else 0
+
+    def block(self, stripe: int) -> tuple[ProtectedFile, int]:
+        """Its block in a stripe: the file, and which block of it."""
+        number = bisect_right(self._ends, stripe)
+        return self.files[number], stripe - (self._ends[number - 1] if number else 0)
 
     def block_nbytes(self, stripe: int) -> int:
         """The length of its block in a stripe; 0 if it has none there."""
-        if stripe >= len(self.blocks):
+        if stripe >= self.block_count:
             return 0
-        number, index = self.blocks[stripe]
-        return self.files[number].block_nbytes(index)
+        file, index = self.block(stripe)
+        return file.block_nbytes(index)
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ class DomainGroup:
     @cached_property
     def stripe_nbytes(self) -> tuple[int, ...]:
         """The length of the longest block of each stripe."""
-        stripes = max((len(domain.blocks) for domain in self.domains), default=0)
+        stripes = max((domain.block_count for domain in self.domains), default=0)
         return tuple(max(domain.block_nbytes(stripe) for domain in self.domains) for stripe in range(stripes))
 
     @cached_property
@@ -102,7 +114,7 @@ class DomainGroup:
     @property
     def block_count(self) -> int:
         """All its blocks, of data and of parity."""
-        return sum(len(domain.blocks) for domain in self.domains) + self.parities * len(self.stripe_nbytes)
+        return sum(domain.block_count for domain in self.domains) + self.parities * len(self.stripe_nbytes)
 
     def block_nbytes(self, column: int, stripe: int) -> int:
         """The length of a block: columns are those of the domains, then those of the parities; 0 if there is none."""
@@ -186,7 +198,7 @@ class BlockHashes:
         starts, row = [], 0
         for group in self.manifest.groups:
             own = []
-            counts = [len(domain.blocks) for domain in group.domains]
+            counts = [domain.block_count for domain in group.domains]
             for count in (*counts, *[len(group.stripe_nbytes)] * group.parities):
                 own.append(row)
                 row += count

@@ -5,6 +5,7 @@ Each block is compared with its hash when it is read; one that does not fit is c
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -32,6 +33,17 @@ _RECENT = 32
 """Blocks that are in memory, since small reads share them."""
 
 
+@dataclass(frozen=True, slots=True)
+class _StoredPart:
+    """Blocks of a file that follow each other in a domain."""
+
+    group: int
+    column: int
+    stripe: int
+    """That of the first one."""
+    count: int
+
+
 class ParityStore(ListedStore):
     """The files of a folder as they were when they were protected. Threads may share it."""
 
@@ -44,12 +56,14 @@ class ParityStore(ListedStore):
         above = folder.root.store.url if is_remote(folder.root) else ""
         super().__init__(f"{SCHEME}://{above}", objects, root)
         self._folder = folder
-        self._blocks: dict[str, list[BlockAddress]] = {}
+        self._parts: dict[str, list[_StoredPart]] = {}
         for number, group in enumerate(folder.manifest.groups):
             for column, domain in enumerate(group.domains):
-                for stripe, (file, _) in enumerate(domain.blocks):
-                    at = BlockAddress(number, column, stripe)
-                    self._blocks.setdefault(f"{root}/{domain.files[file].name}", []).append(at)
+                stripe = 0
+                for file in domain.files:
+                    part = _StoredPart(number, column, stripe, file.block_count)
+                    self._parts.setdefault(f"{root}/{file.name}", []).append(part)
+                    stripe += file.block_count
         self._recent: OrderedDict[BlockAddress, Array] = OrderedDict()
         self._lock_of_recent = Lock()
         self.computed: set[BlockAddress] = set()
@@ -67,9 +81,17 @@ class ParityStore(ListedStore):
         parts = []
         for index in range(offset // BLOCK_NBYTES, -(-(offset + nbytes) // BLOCK_NBYTES)):
             start = index * BLOCK_NBYTES
-            block = self._block(self._blocks[key][index])
+            block = self._block(self._address(key, index))
             parts.append(block[max(offset - start, 0) : offset + nbytes - start])
         return parts[0].data if len(parts) == 1 else np.concatenate(parts).data
+
+    def _address(self, key: str, index: int) -> BlockAddress:
+        """Where a block of a file is among all."""
+        for part in self._parts[key]:
+            if index < part.count:
+                return BlockAddress(part.group, part.column, part.stripe + index)
+            index -= part.count
+        raise IndexError(f"{key} has no such block")
 
     def _block(self, at: BlockAddress) -> Array:
         """A block, (n,) uint8, that fits its hash."""
