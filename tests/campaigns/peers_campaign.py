@@ -18,11 +18,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
 HOSTS = 8
+SCHEMES = ("copies:3", "parity:6+2")
 STEPS = 4
 SECONDS = 300.0
 GB = 1 << 30
@@ -35,10 +36,11 @@ def rounds(folder: Path, seed: int) -> Iterator[object]:
     from run import Round
 
     for number in range(1 << 30):
-        yield Round(f"two of {HOSTS} hosts", partial(drill, folder, seed + number, GB))
+        scheme = SCHEMES[number % len(SCHEMES)]
+        yield Round(f"two of {HOSTS} hosts, {scheme}", partial(drill, folder, seed + number, GB, scheme=scheme))
 
 
-def drill(folder: Path, seed: int, nbytes: int, hosts: int = HOSTS) -> Mapping[str, int]:
+def drill(folder: Path, seed: int, nbytes: int, hosts: int = HOSTS, scheme: str = SCHEMES[0]) -> Mapping[str, int]:
     """One drill with a state of about so many bytes. Returns what it took, in milliseconds: `cpu` of this process."""
     import ckpt
     from ckpt_formats.core.tensor import read
@@ -58,7 +60,8 @@ def drill(folder: Path, seed: int, nbytes: int, hosts: int = HOSTS) -> Mapping[s
             addresses.append(json.loads(holder.stdout.readline())["address"])
         numel = nbytes // 12 // hosts
         ranks = [
-            _start(__file__, str(rank), str(hosts), str(work), str(numel), ",".join(addresses)) for rank in range(hosts)
+            _start(__file__, str(rank), str(hosts), str(work), str(numel), ",".join(addresses), scheme)
+            for rank in range(hosts)
         ]
         processes += ranks
         deadline = time.monotonic() + SECONDS
@@ -66,6 +69,7 @@ def drill(folder: Path, seed: int, nbytes: int, hosts: int = HOSTS) -> Mapping[s
             assert time.monotonic() < deadline, "the holders were not filled in time"
             assert all(one.poll() is None for one in ranks), "a rank has ended"
             time.sleep(0.05)
+        figures = {"restored": 1, "memory_mb": _memory(addresses) >> 20}
         lost = sorted(draw.sample(range(hosts), 2))
         for host in lost:
             processes[host].kill()
@@ -77,7 +81,6 @@ def drill(folder: Path, seed: int, nbytes: int, hosts: int = HOSTS) -> Mapping[s
             _kill(pid)
         (work / "run.chain").rename(work / "lost")
         left = [address for host, address in enumerate(addresses) if host not in lost]
-        figures = {"restored": 1}
         with _timed(figures, "peers"):
             path = open_peers(f"peers://{','.join(left)}/run.chain")
             step = states.last_step(path, chain_file.load(path / chain_file.NAME))
@@ -91,6 +94,7 @@ def drill(folder: Path, seed: int, nbytes: int, hosts: int = HOSTS) -> Mapping[s
         for (name, state, before), (_, _, after) in zip(expected.tensors(), restored.tensors(), strict=True):
             assert (read(before) == read(after)).all(), f"{name} {state} differs, without hosts {lost}"
         figures["nbytes"] = sum(path.store.nbytes_from.values())
+        figures["computed_nbytes"] = path.store.nbytes_computed
         with _timed(figures, "folder"):
             ckpt.Job(expected, work / "again", ckpt.Universal()).run(resources=ckpt.Resources(workers=2))
         pieces = open_peers(f"peers://{','.join(left)}/run.chain")
@@ -104,6 +108,20 @@ def drill(folder: Path, seed: int, nbytes: int, hosts: int = HOSTS) -> Mapping[s
             process.kill()
             process.communicate()
         subprocess.run(["rm", "-rf", str(work)], check=True)
+
+
+def _memory(addresses: list[str]) -> int:
+    """The bytes that all holders hold."""
+    from ckpt_formats.stores.address import parse_address
+    from ckpt_formats.stores.connection import Connection
+    from ckpt_formats.stores.http_client import Credentials
+    from ckpt_formats.stores.piece_requests import holder_status
+
+    total = 0
+    for address in addresses:
+        with closing(Connection(parse_address(address), Credentials(), "holder")) as connection:
+            total += holder_status(connection).nbytes
+    return total
 
 
 @contextmanager
@@ -129,7 +147,7 @@ def _kill(pid: int) -> None:
         return
 
 
-def train(rank: int, world: int, work: Path, numel: int, addresses: list[str]) -> None:
+def train(rank: int, world: int, work: Path, numel: int, addresses: list[str], scheme: str) -> None:
     """Train one rank's part of a model, until the hosts hold its last step; then wait to be killed."""
     import torch
     from torch import distributed, nn
@@ -142,7 +160,7 @@ def train(rank: int, world: int, work: Path, numel: int, addresses: list[str]) -
     distributed.init_process_group("gloo", init_method=f"file://{work}/store", rank=rank, world_size=world)
     model = nn.ParameterList([nn.Parameter(torch.randn(numel // 4)) for _ in range(4)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    peers = Peers(addresses, "copies:3")
+    peers = Peers(addresses, scheme)
     recorder = Recorder(
         model, optimizer, work / "run.chain", peers=peers, prove=False, rename=lambda name: f"parts.{rank}.{name}"
     )
@@ -154,7 +172,9 @@ def train(rank: int, world: int, work: Path, numel: int, addresses: list[str]) -
     time.sleep(1.0)
     while True:
         recorder.note()
-        if len(recorder.peers) == peers.copies and set(recorder.peers.values()) == {HELD}:
+        if len(recorder.peers) == len(peers.holders_of(rank)) + len(peers.parities_of(rank)) and set(
+            recorder.peers.values()
+        ) == {HELD}:
             break
         time.sleep(0.1)
     time.sleep(2.0)  # rank 0 looks at the chain's list twice a second
@@ -165,4 +185,4 @@ def train(rank: int, world: int, work: Path, numel: int, addresses: list[str]) -
 
 
 if __name__ == "__main__":
-    train(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5].split(","))
+    train(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5].split(","), sys.argv[6])
