@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from ckpt.holding.holder import HeldPieces, Holder
 from ckpt.holding.peers import HELD, Peers
 from ckpt.holding.sender import LogSender
 from ckpt_codecs.base import Array
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,
@@ -26,6 +28,7 @@ from ckpt_formats.core.errors import (
     NoSpaceError,
     UnsupportedError,
 )
+from ckpt_formats.core.tensor import read
 from ckpt_formats.parity.code import multiply, parity_matrix, solution
 from ckpt_formats.stores import parity_requests, piece_requests, wire
 from ckpt_formats.stores.address import NetworkAddress
@@ -35,9 +38,11 @@ from ckpt_formats.stores.parity_requests import ParityName, ParityPlace
 from ckpt_formats.stores.peers_store import PeersStore, open_peers
 from ckpt_formats.stores.piece_requests import PieceName, SentPiece
 from ckpt_formats.stores.wire import FrameKind, PeerGone
+from ckpt_formats.universal.chain import chain_file, states
+from ckpt_formats.universal.gradients.segment import open_segment
 from ckpt_recorder import Bases, Recorder
 from ckpt_training import load
-from peers_parity import RANKS, STEPS, Logs, are_filled
+from peers_parity import RANKS, SAMPLES, STEPS, Logs, are_filled
 from peers_parity import rounds as kills
 from run import run
 from shadow_peers import frame, until_end
@@ -124,6 +129,10 @@ def six(logs: Logs) -> Iterator[Filled]:
     filled = fill(logs, "parity:4+2", 6)
     yield filled
     filled.close()
+
+
+def weights(checkpoint: Checkpoint) -> dict[str, bytes]:
+    return {f"{name} {state}": read(tensor).tobytes() for name, state, tensor in checkpoint.tensors()}
 
 
 def store_of(path: Path) -> PeersStore:
@@ -285,6 +294,39 @@ def test_a_holder_that_was_started_again_is_filled_again(logs: Logs, monkeypatch
     # Both other hosts of its group are needed, or it and one of them.
     for lost in ([1, 0], [3, 2], [5, 4]):
         assert logs.compare(open_peers(filled.url(lost))) == STEPS
+    filled.close()
+
+
+@pytest.mark.slow
+def test_ranks_send_parts_of_a_base_that_a_log_begins_with_and_a_part_that_is_lost_is_computed(tmp_path: Path) -> None:
+    chain = tmp_path / "run.chain"
+    shutil.copytree(SAMPLES / "recorded-1" / "run.chain", chain)
+    segment = chain / "gradients-0000000003"
+    hosts = [Host.start() for _ in range(4)]
+    peers = Peers([host.address for host in hosts], "parity:2+2")
+    senders = [LogSender(peers, segment, rank, lambda address, text: None) for rank in range(2)]
+    for rank, log in enumerate(open_segment(segment).logs):
+        for record in log.records:
+            senders[rank].advance(log.end, record.kind, record.step)
+    wait_for(senders)
+    filled = Filled(hosts, senders, peers)
+    files = [{name for one in host.pieces._runs["run.chain"].values() for name in one} for host in (hosts[0], hosts[2])]
+    of_base = [{name for name in own if name.startswith("step-0000000003/")} for own in files]
+    assert all(of_base)
+    assert not of_base[0] & of_base[1]
+    index = chain_file.load(chain / chain_file.NAME)
+    expected = weights(states.open_state(chain, index, states.last_step(chain, index)))
+    for lost in itertools.combinations(range(4), 2):
+        path = open_peers(filled.url(lost))
+        index = chain_file.load(path / chain_file.NAME)
+        assert weights(states.open_state(path, index, states.last_step(path, index))) == expected, lost
+    with hosts[0].pieces._lock:  # a file of the base that nobody has
+        for buffers in hosts[0].pieces._parities.values():
+            buffers.clear()
+        (own,) = hosts[2].pieces._runs["run.chain"].values()
+        del own[min(of_base[1])]
+    with pytest.raises(IncompleteError, match="do not have all ranks"):
+        open_peers(filled.url([1, 3]))
     filled.close()
 
 

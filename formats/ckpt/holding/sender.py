@@ -7,6 +7,7 @@ With parity, the rank's own host holds all pieces, and other hosts add them to p
 `ckpt_formats.stores.parity_requests` has what is held then, and what is always true of it.
 """
 
+import json
 import os
 import threading
 import time
@@ -24,9 +25,9 @@ from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.connection import Connection
 from ckpt_formats.stores.http_client import Credentials
 from ckpt_formats.stores.parity_requests import HeldParity, ParityName, ParityPlace
-from ckpt_formats.stores.piece_requests import HeldRun, PieceName, SentPiece
+from ckpt_formats.stores.piece_requests import HELD_FILES, HeldRun, PieceName, SentPiece
 from ckpt_formats.universal.chain import chain_file
-from ckpt_formats.universal.chain.chain_file import ChainIndex
+from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.record import Kind
 from ckpt_formats.universal.gradients.segment import rank_file
@@ -191,8 +192,9 @@ class LogSender:
         self._targets = self._targets_of(host)
         self.states = tuple(one.state for one in self._targets)
         self._threads = [threading.Thread(target=self._send_all, args=(one,), daemon=True) for one in self._targets]
-        if rank == 0:
+        if rank == 0 or self._streams:
             threading.Thread(target=self._follow_chain, daemon=True).start()
+        if rank == 0:
             threading.Thread(target=self._free_others, daemon=True).start()
         for thread in self._threads:
             thread.start()
@@ -213,7 +215,7 @@ class LogSender:
     def close(self, seconds: float) -> None:
         """Send what is missing, and end after so many seconds at the latest. A holder that fails is not waited for."""
         deadline = time.monotonic() + seconds
-        if self._rank == 0:
+        if self._rank == 0 or self._streams:
             with suppress(CkptError, OSError):
                 self._look_at_chain()
         with self._changed:
@@ -393,6 +395,7 @@ class LogSender:
 
     def _add_missing(self, connection: Connection, target: _Target) -> bool:
         """Let a holder add what it has not. Returns False if this waits for the rank's own holder."""
+        has_base = bool(self._seen)
         with self._changed:
             files = list(self._files.items())
         with self._cutting:
@@ -402,7 +405,7 @@ class LogSender:
                     self._cut(name, file, count + 1)
                     if len(file.pieces) == count:
                         break
-            starts = self._find_starts(dict(files))
+            starts = self._find_starts(dict(files)) if has_base else None
         for stream, row in target.rows:
             while target.added[stream] < len(stream.contributions):
                 one = stream.contributions[target.added[stream]]
@@ -441,7 +444,7 @@ class LogSender:
         log = files[self._log]
         parts = [file for name, file in files.items() if not file.is_small and name != self._log]
         if self._starts is None and log.start_end is not None and log.cut >= log.start_end:
-            if any(file.cut < file.nbytes for file in parts) or (self._rank == 0 and chain_file.NAME not in files):
+            if any(file.cut < file.nbytes for file in parts):
                 return None
             self._starts = {
                 stream: sum(
@@ -451,11 +454,11 @@ class LogSender:
             }
         return self._starts
 
-    # Rank 0
+    # The list of the chain, and its base
 
     def _follow_chain(self) -> None:
-        """Send the list of the chain and its base as soon as they are there."""
-        while not self._is_closing:
+        """Send the list of the chain and its base as soon as they are there; with parity, all ranks send the base."""
+        while not self._is_closing and not (self._streams and self._seen):
             with suppress(CkptError, OSError):
                 self._look_at_chain()
             time.sleep(_LOOK_SECONDS)
@@ -476,20 +479,26 @@ class LogSender:
         path = self._segment.parent / chain_file.NAME
         status = path.stat()
         seen = (status.st_ino, status.st_mtime_ns, status.st_size)
-        if seen == self._seen:
+        # With parity, no later base is sent: the log from the start is there, and a base would be held beside it.
+        if seen == self._seen or (self._streams and self._seen):
             return
         chain = chain_file.load(path)
         logged = next((one for one in chain.segments if one.folder == self._segment.name), None)
         if logged is None or logged.run != self._generation:
             return
-        members = chain.base_of(logged)
+        members = self._base_of(chain, logged)
         names = sorted(chain.folders_of(members[-1])) if members else []
         paths = [path for name in names for path in sorted((self._segment.parent / name).rglob("*")) if path.is_file()]
         base = {path.relative_to(self._segment.parent).as_posix(): path for path in paths}
         contents = {one.content for one in members}
         line = logged if logged.parent in contents else replace(logged, parent=None)
         content = chain_file.dump(ChainIndex(members, (replace(line, step=None),)))
-        added = {name: _SentFile(path, path.stat().st_size) for name, path in base.items() if name not in self._files}
+        sizes = {name: path.stat().st_size for name, path in base.items()}
+        own = _share(sizes, self._world, self._rank) if self._streams else base.keys()
+        added = {name: _SentFile(base[name], sizes[name]) for name in own if name not in self._files}
+        if self._streams and base and self._rank == 0:
+            listed = json.dumps({"files": sizes}).encode()
+            added[HELD_FILES] = _SentFile(self._segment, len(listed), True, listed, 1)
         with self._changed:
             before = self._files.pop(chain_file.NAME, None)
             for name in [
@@ -497,13 +506,22 @@ class LogSender:
             ]:
                 del self._files[name]  # the chain was compacted
             self._files |= added
-            if before is None or before.content != content:
-                version = 1 if before is None else before.version + 1
-                before = _SentFile(self._segment, len(content), True, content, version)
-            self._files[chain_file.NAME] = before  # it comes last: what it names is held then
+            if self._rank == 0:
+                if before is None or before.content != content:
+                    version = 1 if before is None else before.version + 1
+                    before = _SentFile(self._segment, len(content), True, content, version)
+                self._files[chain_file.NAME] = before  # it comes last: what it names is held then
             self._changes += 1
             self._changed.notify_all()
         self._seen = seen
+
+    def _base_of(self, chain: ChainIndex, logged: LoggedSteps) -> tuple[Member, ...]:
+        """The last base of a segment; with parity, that from which it begins, if it does not have its start itself."""
+        if not self._streams:
+            return chain.base_of(logged)
+        return () if logged.parent is None else chain.base_of(replace(logged, step=logged.first))
+
+    # Rank 0
 
     def _is_whole(self) -> bool:
         """Whether a replay can begin with what is held: each rank's start, by all holders of it that answer."""
@@ -560,3 +578,14 @@ class LogSender:
             piece_requests.drop(one, self._run, self._created)
             return True
         return False
+
+
+def _share(sizes: Mapping[str, int], world: int, rank: int) -> list[str]:
+    """The files that a rank sends: the largest first, each by the rank that has fewest bytes until then."""
+    nbytes, own = [0] * world, []
+    for name in sorted(sizes, key=lambda one: (-sizes[one], one)):
+        least = nbytes.index(min(nbytes))
+        nbytes[least] += sizes[name]
+        if least == rank:
+            own.append(name)
+    return own

@@ -4,6 +4,7 @@ Each piece is compared with the hash that its sender computed. If it does not fi
 another holder is asked, then parity gives it, then the fallback: a folder or URL of the chain.
 """
 
+import json
 import random
 import time
 import weakref
@@ -32,7 +33,7 @@ from ckpt_formats.stores.http_client import Credentials
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
 from ckpt_formats.stores.parity_pieces import ParityRow, PieceInParity, PiecesInParity, computed, rows_of
 from ckpt_formats.stores.parity_requests import ColumnPiece, HeldParity
-from ckpt_formats.stores.piece_requests import HeldFile, HeldRun, PieceName
+from ckpt_formats.stores.piece_requests import HELD_FILES, HeldFile, HeldRun, PieceName
 from ckpt_formats.stores.wire import parse_addresses
 
 T = TypeVar("T")
@@ -148,6 +149,8 @@ class PeersStore(ListedStore):
             starts = list(accumulate((nbytes for nbytes, _ in file.pieces), initial=0))
             self._starts[name] = starts
             tag = piece_requests.digest_of(repr(file.pieces).encode())
+            if name == HELD_FILES:
+                continue
             objects[f"{run}/{name}"] = StoredObject(starts[-1], tag, 0.0)
         addresses = ",".join(str(answer.address) for answer in answers)
         super().__init__(f"{SCHEME}://{addresses}", objects, run)
@@ -165,7 +168,22 @@ class PeersStore(ListedStore):
     def is_whole(self) -> bool:
         """Whether a replay can begin: the list of the chain is held, and the start of the log of every rank."""
         logs = self._logs
-        return CHAIN in self._files and bool(logs) and all(log.starts and log.world == len(logs) for log in logs)
+        is_started = bool(logs) and all(log.starts and log.world == len(logs) for log in logs)
+        return CHAIN in self._files and is_started and self._has_base
+
+    @property
+    def _has_base(self) -> bool:
+        """Whether all files of the base are there that several ranks have sent."""
+        if HELD_FILES not in self._files:
+            return True
+        try:
+            sizes = json.loads(bytes(self._piece(HELD_FILES, 0)))["files"]
+            return all(
+                not nbytes or (name in self._files and self._files[name].nbytes == nbytes)
+                for name, nbytes in sizes.items()
+            )
+        except (CkptError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return False
 
     @property
     def step(self) -> int:

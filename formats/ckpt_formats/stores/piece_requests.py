@@ -20,6 +20,8 @@ from ckpt_formats.stores.wire import FrameKind
 
 NAME = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
 """A run, a generation, or a part of the name of a file."""
+HELD_FILES = "held-files.json"
+"""The file that says which files of a base ranks have sent, each some, and their sizes: no file of the chain."""
 _LONGEST_NAME = 512
 _MAX_PARTS = 6
 _TYPES = {"digest": str, "step": int, "starts": bool, "replaces": bool, "world": int, "created": int}
