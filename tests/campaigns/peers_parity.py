@@ -139,7 +139,9 @@ def one_round(logs: Logs, work: Path, seed: int, way: str) -> Mapping[str, int]:
     seen = {str(way): 1}
     try:
         if way == "running":
-            time.sleep(draw.uniform(0.2, 1.2))
+            if draw.random() < 0.7:
+                hosts.wait_for_start()
+            time.sleep(draw.uniform(0.0, 0.6))
             was_whole = (work / "whole").exists()
         else:
             if way == "restarted":
@@ -183,7 +185,7 @@ class Hosts:
     """Processes that hold, and processes that send: two for each host."""
 
     def __init__(self, logs: Logs, work: Path, scheme: str, jump: int, count: int, seed: int) -> None:
-        self._logs = logs
+        self._logs, self._work = logs, work
         self._processes: dict[tuple[str, int], Any] = {}
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(["peers_parity"])
@@ -206,6 +208,13 @@ class Hosts:
         while not are_filled(self._logs, self._peers):
             assert time.monotonic() < deadline, "not all is held"
             time.sleep(0.1)
+
+    def wait_for_start(self) -> None:
+        """Wait until the start of all ranks is held, as rank 0 says."""
+        deadline = time.monotonic() + SECONDS
+        while not (self._work / "whole").exists():
+            assert time.monotonic() < deadline, "no start is held"
+            time.sleep(0.01)
 
     def restart(self, host: int) -> None:
         """Kill a holder, and start it again."""
