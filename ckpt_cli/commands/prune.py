@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 @click.option(
     "--unchanged-for",
     type=DurationType(),
-    default=60.0,
-    show_default="1m",
+    default="1m",
+    show_default=True,
     help="A checkpoint whose files changed within this time may be unfinished: it stays.",
 )
 @dry_run

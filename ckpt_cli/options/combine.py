@@ -11,6 +11,7 @@ from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.source import Choice, only, skip, source
 from ckpt_cli.options.types import FloatType, WeightsType, numbers
 from ckpt_formats.core.arguments import Decay
+from ckpt_formats.core.text import counted
 
 if TYPE_CHECKING:
     from ckpt.combine.convert_experts import ExpertLayout, GateUpRows
@@ -177,7 +178,7 @@ def _weights(count: int, weights: tuple[float, ...] | None, decay: float | None)
             raise click.UsageError("--ema is a number such as 0.9.")
         return ema_weights(count, decay)
     if weights is not None and len(weights) != count:
-        raise click.UsageError(f"--weights has {len(weights)} numbers for {count} checkpoints: give one for each.")
+        raise click.UsageError(f"--weights has {counted(len(weights), 'number')} for {count} checkpoints: give one for each.")
     if weights is not None and math.fsum(weights) <= 0:
         raise click.UsageError("the sum of --weights must be above zero.")
     return None if weights is None else list(weights)

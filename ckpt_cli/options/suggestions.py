@@ -70,6 +70,8 @@ FORMATS = {
 
 DTYPES = {
     **dict.fromkeys(("fp8", "float8", "f8", "e4m3", "e5m2"), "fp8 is float8_e4m3fn or float8_e5m2"),
+    **dict.fromkeys(("fp8_e4m3", "fp8_e4m3fn", "e4m3fn", "float8_e4m3"), "this type is called float8_e4m3fn"),
+    **dict.fromkeys(("fp8_e5m2", "fp8_e5m2fn", "float8_e5m2fn"), "this type is called float8_e5m2"),
     **dict.fromkeys(("half", "f16"), "half is fp16"),
     **dict.fromkeys(("float", "f32", "single"), "float is fp32"),
     **dict.fromkeys(("double", "f64"), "double is fp64"),

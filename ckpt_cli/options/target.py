@@ -4,7 +4,7 @@ Formats are dataclasses, and their fields are their options. They are listed her
 line, so that `--help` has to import no format; a test compares the list with the fields.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -41,13 +41,16 @@ class FormatName(click.Choice[str]):
 
         if (meant := OTHER_NAMES.get(str(value).lower(), str(value).lower())) in FORMATS:
             self.fail(f"{value!r:.60} is not the name of a format. Did you mean {meant!r}?", param, ctx)
-        return click.Choice([*FORMATS, *_provided()]).convert(value, param, ctx)
+        if value in (provided := _provided()):
+            return str(value)
+        written = ", ".join(name for name in (*FORMATS, *provided) if name not in ONLY_READ)
+        self.fail(f"{value!r:.60} is not the name of a format that ckpt writes. There are: {written}", param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> "list[CompletionItem]":
         return click.Choice([*FORMATS, *_provided()]).shell_complete(ctx, param, incomplete)
 
 
-def _provided() -> Iterable[str]:
+def _provided() -> Collection[str]:
     from ckpt_formats.registry.plugins import plugins
 
     return plugins()

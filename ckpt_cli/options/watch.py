@@ -36,8 +36,8 @@ _OPTIONS = (
     click.option(
         "--interval",
         type=DurationType(),
-        default=5.0,
-        show_default="5s",
+        default="5s",
+        show_default=True,
         help="Time between two looks. A checkpoint whose files do not change for so long may be complete.",
     ),
     click.option("--once", is_flag=True, help="End when the checkpoints that are complete now are stored: for cron."),

@@ -18,7 +18,7 @@ from ckpt_cli.views import columns, page
 from ckpt_cli.views.chain_log import show_log
 from ckpt_cli.views.report import conclude, data, error_lines
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.errors import CkptError, NotFoundError, UnsafeError, UnsupportedError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.header_problems import header_problems
 from ckpt_formats.core.state_table import ROLES
@@ -244,7 +244,10 @@ def _shown(value: int | None, as_text: Callable[[int], str] = str) -> str:
 
 
 def _headers(row: Row) -> str:
-    return "complete" if row.problem is None else f"incomplete: {printable(row.problem)}"
+    if row.problem is None:
+        return "complete"
+    is_refused = isinstance(row.error, (NotFoundError, UnsupportedError, UnsafeError))  # it may well be complete
+    return f"{'cannot be opened' if is_refused else 'incomplete'}: {printable(row.problem)}"
 
 
 def _name(path: Path | None) -> str | None:

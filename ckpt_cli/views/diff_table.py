@@ -24,6 +24,7 @@ from ckpt_cli.views.files import write_file
 from ckpt_cli.views.report import conclude, data, say
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import OutputError
+from ckpt_formats.core.locking import check_folder_of
 from ckpt_formats.core.text import format_count, printable
 
 _FIGURES = ("elements", "changed", "max", "rms", "relative", "cosine", "first_not_finite", "second_not_finite", "codes")
@@ -212,8 +213,7 @@ def _write_csv(text: str, place: str) -> None:
 
 def _check_place(target: Path) -> None:
     """Raise `OutputError` if there is a file that is no such table; called before anything is read."""
-    if not target.parent.is_dir():
-        raise OutputError("the folder that should hold the table does not exist", where=target.parent)
+    check_folder_of(target, "table")
     if not os.path.lexists(target):
         return
     sign = ",".join(_CSV_HEAD).encode()

@@ -25,4 +25,4 @@ def write_file(content: bytes, target: Path, check: Callable[[], None]) -> None:
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
-        raise unwritable(error, target, draft) from error
+        raise unwritable(error, target) from error

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_cli.views.files import write_file
 from ckpt_cli.views.report import say
 from ckpt_formats.core.errors import OutputError
+from ckpt_formats.core.locking import check_folder_of
 from ckpt_formats.core.text import printable
 
 if TYPE_CHECKING:
@@ -78,14 +79,10 @@ def check_place(target: Path, command: str) -> None:
 
     A file that starts as every page of the command does may be replaced.
     """
-    if not target.parent.is_dir():
-        where, hint = target.parent, "Create it first."
-        raise OutputError("the folder that should hold the page does not exist", where=where, hint=hint)
+    check_folder_of(target, "page")
     if os.path.lexists(target) and not _is_page(target, command):
         hint = "Choose another name, or remove it first."
         raise OutputError(f"a file exists here that is not a page of `ckpt {command}`", where=target, hint=hint)
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise OutputError("no permission to write here", where=target.parent, hint="Choose another folder.")
 
 
 def write(content: str, target: Path, command: str) -> None:

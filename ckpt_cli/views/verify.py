@@ -23,7 +23,7 @@ from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError, NotFoundError
 from ckpt_formats.core.store_path import is_remote
-from ckpt_formats.core.text import list_names, printable
+from ckpt_formats.core.text import counted, list_names, printable
 from ckpt_formats.core.zero_values import zero_notices
 from ckpt_formats.parity.blocks import protected_folders
 from ckpt_formats.registry.opening import open_checkpoint as open_any
@@ -216,8 +216,9 @@ def _verify_chain(run: Path, resources: Resources, replay: bool, as_json: bool) 
         count = len(result.findings)
         report.conclude(f"DAMAGED: {printable(str(run))}: {count} finding{'s' * (count != 1)}{lost_steps}")
         return False
-    what = "models" if result.chain.is_family else "states"
-    facts = [f"{len(result.steps)} {what} complete, {result.checksums} checksums match"] if result.steps else []
+    states = counted(len(result.steps), "model" if result.chain.is_family else "state")
+    matching = f"{counted(result.checksums, 'checksum')} match{'es' * (result.checksums == 1)}"
+    facts = [f"{states} complete, {matching}"] if result.steps else []
     if result.segments:
         logged = sum(one.last - one.logged.first for one in result.segments if one.last is not None)
         facts.append(f"{logged} steps of gradients complete{' and replayed' if replay else ''}")

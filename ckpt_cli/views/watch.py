@@ -11,6 +11,7 @@ from ckpt_cli import notes
 from ckpt_cli.options.watch import WatchOptions
 from ckpt_cli.views.chain_log import times
 from ckpt_cli.views.report import conclude, data
+from ckpt_formats.core.errors import NotFoundError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.stores.location import source_path
@@ -26,7 +27,10 @@ def watch_run(
     as_json: bool,
 ) -> None:
     """Store new checkpoints until a signal comes, or the options end it. With JSON, an object on each line."""
-    if not source_path(run).is_dir():
+    if not (folder := source_path(run)).is_dir():
+        if folder.is_file():
+            hint = "Name the folder in which a run saves its checkpoints."
+            raise NotFoundError("is a file, not the folder of a run", where=printable(run), hint=hint)
         notes.note(f"there is no folder {printable(run)} yet")
     notes.flush()
     count = 0

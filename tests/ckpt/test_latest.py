@@ -82,6 +82,32 @@ def test_latest_of_a_chain_is_its_last_state() -> None:
     assert ckpt.open(newest.path).step == ckpt.open(chain).step == newest.step
 
 
+def test_latest_of_a_chain_names_the_step_of_the_chain_whatever_the_checkpoint_states(tmp_path: Path) -> None:
+    model(tmp_path / "model", 1)
+    chain = tmp_path / "run.chain"
+    assert command("append", chain, tmp_path / "model", "--step", 5).code == 0
+    newest = ckpt.runs.latest(chain)
+    assert (str(newest.path), newest.step) == (f"{chain}@5", 5)
+    assert ckpt.open(newest.path)["w"].weight[:].tolist() == [1.0] * 3
+    stated = ckpt.open(SAMPLES / "universal-1-plain").step
+    assert stated is not None
+    other = tmp_path / "other.chain"
+    assert command("append", other, SAMPLES / "universal-1-plain", "--step", stated + 7).code == 0
+    assert command("latest", other).out == f"{other}@{stated + 7}\n"
+
+
+def test_latest_of_two_with_one_step_is_the_one_that_the_file_latest_names(tmp_path: Path) -> None:
+    for name in ("global_step5", "global_step5_universal"):
+        model(tmp_path / name, 5)
+    assert command("latest", tmp_path).out == f"{tmp_path / 'global_step5_universal'}\n"
+    (tmp_path / "latest").write_text("global_step5")
+    assert command("latest", tmp_path).out == f"{tmp_path / 'global_step5'}\n"
+    rows = json.loads(command("inspect", tmp_path, "--json").out)
+    assert rows["latest"] == rows["newest_whole"] == rows["checkpoints"][-1]["name"] == "global_step5"
+    model(tmp_path / "global_step6", 6)
+    assert ckpt.runs.latest(tmp_path).step == 6
+
+
 def test_latest_says_why_there_is_none(run: Path, tmp_path: Path) -> None:
     for name in ("checkpoint-9", "checkpoint-10"):
         shutil.rmtree(run / name)

@@ -160,6 +160,13 @@ def test_inspect_lists_several_and_goes_on_after_errors(run: Path, tmp_path: Pat
     text = ckpt("inspect", *paths)
     assert text.out.count("\n") == 1 + len(rows)
     assert (text.code, text.err.count("error: ")) == (20, 2)
+    (tmp_path / "runs").mkdir()
+    shutil.copytree(run, tmp_path / "runs" / "two")
+    shutil.copytree(cut, tmp_path / "runs" / "cut")
+    shutil.copy(tmp_path / "one.safetensors", tmp_path / "runs" / "two")
+    shown = ckpt("inspect", tmp_path / "runs").out
+    assert " cannot be opened: holds" in shown  # nothing in it is incomplete
+    assert " incomplete: " in shown
     assert ckpt("inspect", "gone", cut).code == 10
 
 

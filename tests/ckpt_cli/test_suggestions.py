@@ -51,6 +51,7 @@ def test_tables_suggest_only_what_there_is_for_words_that_there_are_not() -> Non
         ("convert a b --to HF", "Did you mean 'hf'?"),
         ("convert a b --to pytorch", "Did you mean 'torch'?"),
         ("convert SAMPLE b --dtype fp8", "float8_e4m3fn or float8_e5m2"),
+        ("convert SAMPLE b --dtype fp8_e4m3fn", "called float8_e4m3fn"),
     ],
 )
 def test_wrong_words_get_what_was_meant(words: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

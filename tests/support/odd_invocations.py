@@ -46,6 +46,7 @@ def make_places(folder: Path) -> None:
     (folder / "notes.txt").write_text("no checkpoint")
     (folder / "config.json").write_text("{}")
     (folder / "empty.pt").touch()
+    (folder / "empty.safetensors").touch()
     (folder / "EMPTY").mkdir()
     with zipfile.ZipFile(folder / "weights.npz", "w", zipfile.ZIP_BZIP2) as archive:
         archive.writestr("w.npy", bytes(200))
@@ -93,6 +94,7 @@ ODD: dict[str, Odd] = {
     "no shards to commit": Odd("commit nowhere", 10, ("no shards have written", "--shard")),
     "an unknown executor": Odd("convert a.pt out --executor slurm://x", 2, ("slurm://x", "dask://HOST:PORT")),
     "an unknown format": Odd("convert a.pt out --to pytorch", 2, ("'pytorch'", "'torch'")),
+    "a format that is none": Odd("convert a.pt out --to zip", 2, ("'zip'", "that ckpt writes. There are: universal, deep")),
     "a format that is only read": Odd(
         "convert a.pt out --to chain", 22, ("chain can be read, not written", "ckpt append")
     ),
@@ -126,6 +128,10 @@ ODD: dict[str, Odd] = {
     "a link to nothing": Odd("inspect link", 10, ("link",)),
     "a text file": Odd("inspect notes.txt", 10, ("notes.txt", "ckpt formats")),
     "an empty file": Odd("inspect empty.pt", 20, ("empty.pt", "empty")),
+    "an empty file of safetensors": Odd("inspect empty.safetensors", 20, ("the file is empty", "download it again")),
+    "a log of what is not there": Odd("log gone.chain", 10, ("nothing at this path", "ckpt append")),
+    "a watch of a file": Odd("watch a.pt copies --once", 10, ("is a file", "Name the folder")),
+    "a URL without its second slash": Odd("inspect s3:/bucket/a.pt", 22, ("a slash is missing", "s3://bucket/a.pt")),
     "an empty folder": Odd("inspect EMPTY", 10, ("EMPTY", "it is empty")),
     "a configuration": Odd("inspect config.json", 10, ("config.json",)),
     "arrays of NumPy": Odd("inspect weights.npz", 22, ("weights.npz", "NumPy", "savez_compressed")),
@@ -157,6 +163,8 @@ ODD: dict[str, Odd] = {
     "a target that exists": Odd("convert a.pt u", 30, ("u", "exists already")),
     "a target that is the source": Odd("convert a.pt a.pt", 30, ("a.pt", "exists already")),
     "a target in no folder": Odd("convert a.pt no/where/out", 30, ("no/where", "does not exist")),
+    "a tensor in no folder": Odd("extract a.pt w no/w.npy", 30, ("where: no\n", "does not exist", "Create it first")),
+    "a table in no folder": Odd("diff a.pt third.pt --csv no/w.csv", 30, ("where: no\n", "Create it first")),
     "a target within the source": Odd("convert run run/out", 30, ("inside the source",)),
     "a target of another kind": Odd("convert a.pt out.onnx", 22, (".onnx", "--to")),
     "states in a folder of weights": Odd(

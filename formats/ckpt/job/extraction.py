@@ -20,7 +20,7 @@ from ckpt_formats.core.errors import InvalidArgumentError, NoMatchError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import block_of_key
 from ckpt_formats.core.identity import check_unchanged
-from ckpt_formats.core.locking import unwritable
+from ckpt_formats.core.locking import check_folder_of, unwritable
 from ckpt_formats.core.publish import flush, rename_new
 from ckpt_formats.core.similar_names import similar_names
 from ckpt_formats.core.tensor import Tensor
@@ -106,6 +106,7 @@ def write_npy(
     """
     if os.path.lexists(target):
         raise exists(target)
+    check_folder_of(target, "file")
     dtype, draft = npy_dtype(tensor.dtype), target.with_name(f".{target.name}.{os.getpid()}{PARTIAL}")
     budget = (resources or Resources.of_machine()).slab
     try:
@@ -133,7 +134,7 @@ def write_npy(
     except FileExistsError:
         raise exists(target) from None
     except OSError as error:
-        raise unwritable(error, target, draft) from error
+        raise unwritable(error, target) from error
     return nbytes
 
 

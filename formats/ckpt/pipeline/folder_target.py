@@ -46,7 +46,7 @@ from ckpt_formats.core.errors import CkptError, NotFoundError, OutputError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.format import Receipt, WritableFormat
-from ckpt_formats.core.locking import unwritable
+from ckpt_formats.core.locking import check_folder_of, unwritable
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.own_folder import check_own, is_own, make_own
 from ckpt_formats.core.publish import FlushError, flush, flush_all, flush_or_remove, rename_new
@@ -301,12 +301,7 @@ def check_target(target: Path, source: Path) -> None:
     here, there = target.resolve(), source.resolve()
     if here == there or there in here.parents or here in there.parents:
         raise inside(target)
-    if not target.parent.is_dir():
-        raise OutputError(
-            "the folder that should hold the target does not exist", where=target.parent, hint="Create it first."
-        )
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise OutputError("no permission to write here", where=target.parent, hint="Choose another target.")
+    check_folder_of(target, "target")
 
 
 def remove(target: Path) -> tuple[int, int, int]:

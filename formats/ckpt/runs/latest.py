@@ -8,7 +8,7 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.short_repr import short_repr
-from ckpt_formats.registry.newest import newest_whole, step_of
+from ckpt_formats.registry.newest import newest_whole
 
 
 @dataclass(frozen=True)
@@ -66,4 +66,4 @@ def latest(
     assert newest.checkpoint is not None
     assert newest.path is not None
     passed_over = tuple(PassedOver(path, str(error)) for path, error in newest.passed_over.items())
-    return Latest(newest.path, step_of(newest.checkpoint), newest.checkpoint, passed_over)
+    return Latest(newest.path, newest.step, newest.checkpoint, passed_over)

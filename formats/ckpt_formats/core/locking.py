@@ -8,11 +8,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt_formats.core.errors import LockedError, NoSpaceError, OutputError
-from ckpt_formats.core.own_folder import check_plain
+from ckpt_formats.core.own_folder import check_plain, is_draft
 from ckpt_formats.core.publish import RenameError
 from ckpt_formats.core.store_path import StoreError
+from ckpt_formats.core.text import PARTIAL
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+_HINTS = {
+    errno.EACCES: "Check the permissions of the file and its folder, or write elsewhere.",
+    errno.EPERM: "Check the permissions of the file and its folder, or write elsewhere.",
+    errno.EROFS: "The file system is read-only: write elsewhere.",
+}
+"""What helps if a target cannot be written, by the number of the system's error."""
 _LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
@@ -45,16 +52,31 @@ def lock(file: Path, error_if_locked: LockedError, required: bool = True) -> Ite
         os.close(descriptor)
 
 
-def unwritable(error: OSError, place: Path, draft: Path | None = None) -> OutputError:
+def check_folder_of(target: Path, what: str) -> None:
+    """Raise `OutputError` unless the folder of a target, which is `what`, is there and may be written."""
+    if not target.parent.is_dir():
+        where, hint = target.parent, "Create it first."
+        raise OutputError(f"the folder that should hold the {what} does not exist", where=where, hint=hint)
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise OutputError("no permission to write here", where=target.parent, hint="Choose another folder.")
+
+
+def unwritable(error: OSError, place: Path) -> OutputError:
     """The error for a target that the system did not let us write, with the reason.
 
-    It names the file of the system's error, but never the hidden `draft`, which becomes the target when it is complete.
+    It names the file of the system's error, but never a hidden draft, which becomes the target when it is complete.
     """
-    where = error.filename if error.filename and error.filename != str(draft) else place
+    where = error.filename if error.filename and not _is_hidden(Path(os.fsdecode(error.filename))) else place
     what = f"cannot be written: {error.strerror or error}"
     if error.errno in FULL:
         return NoSpaceError(what, where=where, hint="Free some space, or write elsewhere.")
-    return OutputError(what, where=where, hint=error.hint if isinstance(error, (StoreError, RenameError)) else None)
+    if isinstance(error, (StoreError, RenameError)):
+        return OutputError(what, where=where, hint=error.hint)
+    return OutputError(what, where=where, hint=_HINTS.get(error.errno or 0))
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.endswith(PARTIAL) or is_draft(part) for part in path.parts)
 
 
 def _unable(error: OSError, file: Path) -> OutputError:

@@ -33,6 +33,8 @@ class NewestWhole:
     """None if none is whole."""
     path: Path | None = None
     """Where it is, as the folder of the run has it."""
+    step: int | None = None
+    """As the checkpoint states, or as its name or its chain says."""
     passed_over: dict[Path, CkptError] = field(default_factory=dict)
     """Newer ones, each with what is wrong with it."""
 
@@ -59,7 +61,7 @@ def first_whole(paths: Iterable[Path], options: ReadOptions, check: Check = _acc
     for path in paths:
         opened = _whole_or_error(path, options, check)
         if isinstance(opened, Checkpoint):
-            return NewestWhole(opened, path, passed_over)
+            return NewestWhole(opened, path, step_of(opened), passed_over)
         passed_over[path] = opened
     return NewestWhole(passed_over=passed_over)
 
@@ -87,15 +89,14 @@ def newest_whole(
     places = _places(folder)
     newest_first = (place for place in reversed(places) if number_in(place.name) is not None)
     newest = first_whole(_checkpoints(newest_first), options, check)
-    step = None if newest.checkpoint is None else step_of(newest.checkpoint)
     for path in _checkpoints(place for place in places if number_in(place.name) is None):
         other = first_whole([path], options, check)
         newest.passed_over.update(other.passed_over)
         if other.checkpoint is None:
             continue
         own = other.checkpoint.step
-        if newest.checkpoint is None or (own is not None and (step is None or own > step)):
-            newest, step = NewestWhole(other.checkpoint, path, newest.passed_over), own
+        if newest.checkpoint is None or (own is not None and (newest.step is None or own > newest.step)):
+            newest = NewestWhole(other.checkpoint, path, own, newest.passed_over)
     if newest.checkpoint is not None:
         return newest
     if not newest.passed_over:
@@ -124,11 +125,20 @@ def _folder_of(run: StrPath, anonymous: bool) -> Path:
 
 
 def _last_of_chain(chain: Path, options: ReadOptions, check: Check) -> NewestWhole:
-    """The last state of a chain, which is whole at every moment."""
-    checkpoint = open_whole(listed_again(chain), options)
-    check(checkpoint)
+    """The last state of a chain, which is whole at every moment.
+
+    The list of the chain has its step: the checkpoint may have been saved without one, or with another one.
+    """
+    from ckpt_formats.universal.chain import chain_file, states  # most runs are no chains
+    from ckpt_formats.universal.chain.address import Address
+
+    listed = listed_again(chain)
+    step = states.step_of(chain_file.load(listed / _CHAIN), Address(listed, None))
     named = chain if chain.name else chain.absolute()
-    return NewestWhole(checkpoint, named.parent / f"{named.name}@{checkpoint.step}")
+    path = named.parent / f"{named.name}@{step}"
+    checkpoint = open_whole(listed_again(path), options)
+    check(checkpoint)
+    return NewestWhole(checkpoint, path, step)
 
 
 def _places(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckpt_formats.core.claims import MAX_POINTER
-from ckpt_formats.core.errors import IncompleteError, NotFoundError
+from ckpt_formats.core.errors import CkptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import open_regular
 from ckpt_formats.core.folders import MAX_ENTRIES, entries_of
 from ckpt_formats.core.notices import Notice, Weight
@@ -74,8 +74,19 @@ def all_inside(path: Path, is_checkpoint: Callable[[Path], bool]) -> list[Path]:
 
 
 def sort_by_age(paths: Sequence[Path]) -> list[Path]:
-    """The paths by the numbers in their names, then by time: the newest last."""
-    return sorted(paths, key=_age_key)
+    """The paths by the numbers in their names, then by time: the newest last.
+
+    If several have the same numbers, such as `global_step5` and `global_step5_universal`, the one that a file such as
+    `latest` names is the newest of them.
+    """
+    ordered = sorted(paths, key=_age_key)
+    if len({tuple(_numbers(path.name)) for path in ordered}) == len(ordered):
+        return ordered
+    try:
+        named = named_by_pointer(ordered[0].parent, ordered)
+    except CkptError:  # commands that read what it names say what is wrong with it
+        return ordered
+    return sorted(ordered, key=lambda path: (_numbers(path.name), path == named))
 
 
 def has_pointer(path: Path) -> bool:

@@ -20,6 +20,8 @@ _WEB = ("http", "https")
 _PARITY, _PEERS = "parity", "peers"
 _OTHER_MACHINE = re.compile(r"([\w.-]{1,64})@([\w.-]{1,253}):(?!//)(.{1,4096})", re.DOTALL)
 """`user@host:path`."""
+_ONE_SLASH = re.compile(r"(s3|gs|az|hf|https?):/(?!/)", re.IGNORECASE)
+"""What `s3:/bucket/key` begins with, which the shell's completion and `os.path.normpath` make of a URL."""
 _SYNONYMS = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
 """Schemes of other tools for the same stores."""
 _OF_AZURE = ("abfs", "abfss", "wasb", "wasbs")
@@ -63,6 +65,7 @@ def _read_path(place: StrPath, anonymous: bool, one_level: bool) -> Path:
     scheme = _scheme(place)
     if scheme is None:
         _refuse_other_machine(place)
+        _refuse_one_slash(place)
         return Path(place)
     if scheme in _WEB:
         from ckpt_formats.stores.http_store import open_web
@@ -99,6 +102,14 @@ def _refuse_other_machine(place: str) -> None:
         hint=f"Serve a chain with `ssh {printable(user)}@{printable(host)} ckpt serve {printable(path)}` and read "
         f"http://{printable(host)}:PORT, or copy the files: rsync -a {printable(place)} .",
     )
+
+
+def _refuse_one_slash(place: str) -> None:
+    """Refuse `s3:/bucket/key`, a URL whose second slash is missing, unless a folder has that name."""
+    match = _ONE_SLASH.match(place)
+    if match is not None and not os.path.lexists(match[0]):
+        hint = f"Write {match[1]}://{printable(place[match.end() :])}."
+        raise UnsupportedError("is not a URL that ckpt reads: a slash is missing", where=printable(place), hint=hint)
 
 
 def _scheme(place: str) -> str | None:

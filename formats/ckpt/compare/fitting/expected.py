@@ -89,8 +89,11 @@ def _of_config(config: Mapping[str, Any], present: set[str]) -> Iterator[Expecte
         if names is not None:
             yield Expected(names, _shapes(configured, dialect), {}, _ties(configured, dialect))
         elif dialect == _DIALECTS[0]:
-            problems = "; ".join(map(str, configured.reading.problems.values()))[:300]
-            raise UnsupportedError(f"the configuration does not state the model's tensors: {printable(problems)}")
+            first, *others = map(str, configured.reading.problems.values())
+            more = f", and {len(others)} more" if others else ""
+            what = f"the configuration does not state the model's tensors: {printable(first)[:200]}{more}"
+            hint = "Give the model's own config.json; or compare with another checkpoint or a file of names."
+            raise UnsupportedError(what, hint=hint)
 
 
 def _shapes(configured: ConfiguredModel, dialect: str) -> dict[str, Shape]:

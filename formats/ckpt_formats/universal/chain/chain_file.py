@@ -386,11 +386,8 @@ def folders_by_content(run: Path) -> Mapping[str, Path]:
 def read(run: Path) -> ChainIndex:
     """The chain in a folder. Raises `NotFoundError` if the folder is not a chain, or is not there."""
     if not (run / NAME).is_file():
-        if not run.exists():
-            raise NotFoundError(
-                "there is nothing at this path", where=run, hint="`ckpt append CHAIN CKPT` begins a chain."
-            )
-        raise NotFoundError("not a chain: it has no chain.json", where=run, hint="`ckpt append CHAIN CKPT` begins one.")
+        what = "not a chain: it has no chain.json" if run.exists() else "there is nothing at this path"
+        raise NotFoundError(what, where=run, hint="`ckpt append CHAIN CKPT` begins a chain.")
     return load(run / NAME)
 
 

@@ -28,7 +28,7 @@ def member_at(run: Path, chain: ChainIndex, step: int | None) -> Member:
     raise NotFoundError(
         f"no step {step} in this chain of {len(steps)}, from {steps[0]} to {steps[-1]}",
         where=run,
-        hint=f"The nearest are {', '.join(map(str, nearest))}; `ckpt log` lists all.",
+        hint=f"The nearest {'is' if len(nearest) == 1 else 'are'} {', '.join(map(str, nearest))}; `ckpt log` lists all.",
     )
 
 
