@@ -178,7 +178,9 @@ def _weights(count: int, weights: tuple[float, ...] | None, decay: float | None)
             raise click.UsageError("--ema is a number such as 0.9.")
         return ema_weights(count, decay)
     if weights is not None and len(weights) != count:
-        raise click.UsageError(f"--weights has {counted(len(weights), 'number')} for {count} checkpoints: give one for each.")
+        raise click.UsageError(
+            f"--weights has {counted(len(weights), 'number')} for {count} checkpoints: give one for each."
+        )
     if weights is not None and math.fsum(weights) <= 0:
         raise click.UsageError("the sum of --weights must be above zero.")
     return None if weights is None else list(weights)

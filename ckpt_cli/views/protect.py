@@ -48,15 +48,15 @@ def _run(plan: ProtectPlan, resources: Execution) -> Protection:
 def _sizes(of: Protection) -> str:
     things = "file" if of.domains == of.files else "part" if of.files == 1 else "domain"
     if of.domains <= of.lose:
-        lost = "all of which may be lost" if of.domains > 1 else "which may be lost"
+        tolerated = "all of which may be lost" if of.domains > 1 else "which may be lost"
     elif of.groups == 1:
-        lost = f"of which any {of.lose} of {of.domains} {things}s may be lost"
+        tolerated = f"of which any {of.lose} of {of.domains} {things}s may be lost"
     else:
-        lost = f"of which {of.lose} {things}s of each of {of.groups} groups may be lost"
+        tolerated = f"of which {of.lose} {things}s of each of {of.groups} groups may be lost"
     share = 100 * of.parity_nbytes / of.nbytes
     return (
         f"{format_nbytes(of.parity_nbytes)} of parity ({share:.0f} %) for {format_nbytes(of.nbytes)} in "
-        f"{file_count(of.files)}, {lost}"
+        f"{file_count(of.files)}, {tolerated}"
     )
 
 

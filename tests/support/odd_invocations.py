@@ -94,7 +94,9 @@ ODD: dict[str, Odd] = {
     "no shards to commit": Odd("commit nowhere", 10, ("no shards have written", "--shard")),
     "an unknown executor": Odd("convert a.pt out --executor slurm://x", 2, ("slurm://x", "dask://HOST:PORT")),
     "an unknown format": Odd("convert a.pt out --to pytorch", 2, ("'pytorch'", "'torch'")),
-    "a format that is none": Odd("convert a.pt out --to zip", 2, ("'zip'", "that ckpt writes. There are: universal, deep")),
+    "a format that is none": Odd(
+        "convert a.pt out --to zip", 2, ("'zip'", "that ckpt writes. There are: universal, deep")
+    ),
     "a format that is only read": Odd(
         "convert a.pt out --to chain", 22, ("chain can be read, not written", "ckpt append")
     ),

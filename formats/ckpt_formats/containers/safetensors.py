@@ -81,7 +81,9 @@ def read_header(path: Path) -> SafetensorsFile:
         with open_regular(path) as file:
             nbytes = stream_nbytes(file)
             if nbytes == 0:
-                raise CorruptError("the file is empty", where=path, hint="It was never written: copy or download it again.")
+                raise CorruptError(
+                    "the file is empty", where=path, hint="It was never written: copy or download it again."
+                )
             length = struct.unpack("<Q", file.read(8))[0] if nbytes >= 8 else -1
             if not 2 <= length <= min(nbytes - 8, MAX_HEADER):
                 file.seek(0)
