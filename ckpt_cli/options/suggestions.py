@@ -38,6 +38,8 @@ OPTIONS = {
     ),
     **dict.fromkeys(("--tensor-parallel", "--tensor-parallel-size", "--tp-size", "--target-tp"), ("--tp",)),
     **dict.fromkeys(("--pipeline-parallel", "--pipeline-parallel-size", "--pp-size", "--target-pp"), ("--pp",)),
+    **dict.fromkeys(("--stage", "--zero-stage", "--zero_stage"), ("--zero",)),
+    **dict.fromkeys(("--by-layer", "--per-layer", "--layer", "--layers", "--group-by"), ("--by",)),
     **dict.fromkeys(("--format", "--output-format", "--type", "--target-format", "--engine"), ("--to",)),
     **dict.fromkeys(("--fp16", "--bf16", "--fp32", "--half", "--precision", "--torch-dtype"), ("--dtype",)),
     **dict.fromkeys(("--threads", "--jobs", "-j", "--num-workers", "--processes"), ("--workers",)),

@@ -41,10 +41,10 @@ class FormatName(click.Choice[str]):
 
         if (meant := OTHER_NAMES.get(str(value).lower(), str(value).lower())) in FORMATS:
             self.fail(f"{value!r:.60} is not the name of a format. Did you mean {meant!r}?", param, ctx)
-        if value in (provided := _provided()):
-            return str(value)
-        written = ", ".join(name for name in (*FORMATS, *provided) if name not in ONLY_READ)
-        self.fail(f"{value!r:.60} is not the name of a format that ckpt writes. There are: {written}", param, ctx)
+        if value not in (provided := _provided()):
+            written = ", ".join(name for name in (*FORMATS, *provided) if name not in ONLY_READ)
+            self.fail(f"{value!r:.60} is not the name of a format that ckpt writes. There are: {written}", param, ctx)
+        return str(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> "list[CompletionItem]":
         return click.Choice([*FORMATS, *_provided()]).shell_complete(ctx, param, incomplete)

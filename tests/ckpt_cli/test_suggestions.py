@@ -43,6 +43,8 @@ def test_tables_suggest_only_what_there_is_for_words_that_there_are_not() -> Non
         ("convert a b --gpus 8", "--dp"),
         ("convert a b --format hf", "--to"),
         ("convert a b --bf16", "--dtype"),
+        ("reshard a b --stage 3", "Did you mean --zero?"),
+        ("stats a --by-layer", "Did you mean --by?"),
         ("convert a b --silent", "--quiet"),
         ("inspect a --josn", "--json"),
         ("convert a b --to fsdp", "Did you mean 'dcp'?"),

@@ -25,10 +25,11 @@ def member_at(run: Path, chain: ChainIndex, step: int | None) -> Member:
             return member
     steps = [member.step for member in chain.members]
     nearest = sorted(sorted(steps, key=lambda s: abs(s - step))[:5])
+    verb = "is" if len(nearest) == 1 else "are"
     raise NotFoundError(
         f"no step {step} in this chain of {len(steps)}, from {steps[0]} to {steps[-1]}",
         where=run,
-        hint=f"The nearest {'is' if len(nearest) == 1 else 'are'} {', '.join(map(str, nearest))}; `ckpt log` lists all.",
+        hint=f"The nearest {verb} {', '.join(map(str, nearest))}; `ckpt log` lists all.",
     )
 
 
