@@ -131,7 +131,6 @@ ODD: dict[str, Odd] = {
     "a text file": Odd("inspect notes.txt", 10, ("notes.txt", "ckpt formats")),
     "an empty file": Odd("inspect empty.pt", 20, ("empty.pt", "empty")),
     "an empty file of safetensors": Odd("inspect empty.safetensors", 20, ("the file is empty", "download it again")),
-    "a log of what is not there": Odd("log gone.chain", 10, ("nothing at this path", "ckpt append")),
     "a watch of a file": Odd("watch a.pt copies --once", 10, ("is a file", "Name the folder")),
     "a URL without its second slash": Odd("inspect s3:/bucket/a.pt", 22, ("a slash is missing", "s3://bucket/a.pt")),
     "an empty folder": Odd("inspect EMPTY", 10, ("EMPTY", "it is empty")),

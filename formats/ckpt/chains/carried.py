@@ -66,7 +66,7 @@ def carry(checkpoint: Checkpoint, before: CarriedState | None, path: Path, resou
     except CkptError:
         raise
     except OSError as error:
-        raise unwritable(error, path.parent, path) from error
+        raise unwritable(error, path.parent) from error
     return CarriedState(with_stored(checkpoint, parameters), path, blobs)
 
 
