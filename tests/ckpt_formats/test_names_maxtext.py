@@ -14,14 +14,19 @@ import pytest
 
 import ckpt
 from ckpt.rename import use_names
-from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.containers.zarr import ArrayLayout, ChunkEncoding
+from ckpt_formats.containers.zarr_chunks import ChunkBlob, ChunkReader
+from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import Reader
-from ckpt_formats.core.tensor import Array, read
+from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.tensor import Array, Tensor, read
 from ckpt_formats.core.value_changes import totals
 from ckpt_formats.names.config import CONFIG, configured_model
 from ckpt_formats.names.packings import stored_shape
+from ckpt_formats.names.scanned import ALL, scan_of
+from ckpt_formats.names.scanned import one_by_one as one_by_one_of_scan
 from ckpt_formats.names.translate import naming_of
 from held import bits, checkpoint, contents, parameter
 from jax_jobs.maxtext_models import CONFIGS, config_of, weight
@@ -224,6 +229,25 @@ def test_balance_biases_are_read_where_each_version_of_maxtext_has_them(tmp_path
         assert {key: value for key, value in contents(back).items() if key in expected} == expected
         ckpt.save(opened, tmp_path / f"{place} again", "orbax")
         assert json.loads((tmp_path / f"{place} again" / "_METADATA").read_text())["tree_metadata"] == keys
+
+
+@pytest.mark.parametrize(
+    ("compression", "rows", "is_noted"), [("zstd", 1 << 16, True), ("zstd", 64, False), (None, 1 << 16, False)]
+)
+def test_layers_in_compressed_chunks_that_no_cache_holds_are_noted(
+    compression: Any, rows: int, is_noted: bool, tmp_path: Path
+) -> None:
+    shape = (rows, 4, 48)
+    layout = ArrayLayout(shape, DTYPES["float32"], shape, ".", "", ChunkEncoding(compression), None, bytes(4))
+    chunk = ChunkBlob(layout, b"", ChunkReader(tmp_path), "chunk", True, Box.whole(shape))
+    name = "decoder.layers.mlp.wo.kernel"
+    stack = Parameter(name, "parameter", {"model": Tensor.of(chunk)})
+    source = one_by_one_of_scan(checkpoint([stack]), scan_of(ALL, 4, None))
+    assert source.parameters["decoder.layers_3.mlp.wo.kernel"].weight.shape == (rows, 48)
+    assert [notice for notice in source.notices if "decoded once for each layer" in notice] == (
+        list(source.notices) if is_noted else []
+    )
+    assert len(source.notices) == is_noted
 
 
 def test_layers_that_predict_further_tokens_are_refused() -> None:

@@ -19,12 +19,15 @@ Source: MaxText 0.2.5, `scan_layers`, `param_scan_axis: 1`, checkpoint_conversio
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from types import MappingProxyType
 
+from ckpt_formats.containers.zarr_chunks import ChunkBlob
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.claims import MAX_NUMBER
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
+from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.views import permuted, stacked, unstacked_all
@@ -36,6 +39,12 @@ _NAME = re.compile(
     r"(?:\.layers_(?P<block>\d{1,6}))?\.(?P<rest>.+)"
 )
 _OF_PAIR = re.compile(r"(?P<module>\w+)_(?P<half>local|global)\.(?P<rest>.+)")
+_DECODED_ONCE = 1 << 25
+"""Bytes of values in compressed chunks that a thread keeps decoded while it reads layers in turn."""
+_DECODED_OFTEN = (
+    "layers are cut out of compressed chunks, which are decoded once for each layer if they are read layer by layer: "
+    "with many layers, `ckpt convert` to universal first, whose values are plain, and go on from there"
+)
 _PLAIN = re.compile(r"decoder\.layers_(\d{1,6})\.(.+)")
 
 
@@ -87,6 +96,7 @@ def one_by_one(source: Checkpoint, scan: Scan) -> Checkpoint:
     Raises `CorruptError` for a tensor without an axis of its layers.
     """
     changes = []
+    packed_nbytes = 0
     for name, parameter in source.parameters.items():
         match = _NAME.fullmatch(name)
         if match is None or parameter.role == "extra":
@@ -105,7 +115,18 @@ def one_by_one(source: Checkpoint, scan: Scan) -> Checkpoint:
                 where=source.path,
             )
         changes.append(TensorRename((name,), new, _cut if axis else _cut_first))
+        if len(layers) > 1:
+            packed_nbytes += sum(map(_compressed_nbytes, parameter.states.values()))
+    if packed_nbytes > _DECODED_ONCE:
+        source = replace(source, notices=(*source.notices, Notice(_DECODED_OFTEN, weight=Weight.UNSURE)))
     return apply_renames(source, changes) if changes else source
+
+
+def _compressed_nbytes(tensor: Tensor) -> int:
+    """The bytes of the values that are in compressed chunks."""
+    blobs = (fragment.blob for fragment in tensor.fragments)
+    compressed = (blob for blob in blobs if isinstance(blob, ChunkBlob) and blob.layout.codec.compression)
+    return sum(prod(blob.shape) for blob in compressed) * tensor.dtype.itemsize
 
 
 def scanned(source: Checkpoint, scan: Scan) -> Checkpoint:
