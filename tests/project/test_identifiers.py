@@ -94,32 +94,39 @@ def trees(folders: tuple[str, ...] = PACKAGES) -> dict[Path, ast.Module]:
 def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Every use of an identifier, without leading underscores: pairs of its line and the name."""
     for node in ast.walk(tree):
-        for field in ("id", "attr", "arg", "name", "asname", "rest"):
-            name = getattr(node, field, None)
+        for field in node._fields:
+            name = getattr(node, field, None) if field in _NAMES else None
             if isinstance(name, str):
                 yield getattr(node, "lineno", 0), name.lstrip("_")
 
 
-def uses_of(words: frozenset[str], folders: tuple[str, ...]) -> dict[str, list[str]]:
-    """Where each of these words is used as an identifier in these folders: `path:line`, by word."""
+_NAMES = frozenset(["id", "attr", "arg", "name", "asname", "rest"])
+"""The fields of nodes that are identifiers."""
+
+
+WORDS = BANNED | BANNED_IN_TESTS | {"found"}
+
+
+@cache
+def uses_of_words(folders: tuple[str, ...]) -> dict[str, list[str]]:
+    """Where each of `WORDS` is used as an identifier in these folders: `path:line`, by word. One walk for all tests."""
     places: dict[str, list[str]] = defaultdict(list)
     for path, tree in trees(folders).items():
         for line, name in identifiers(tree):
-            if name in words:
+            if name in WORDS:
                 places[name].append(f"{path}:{line}")
     return places
 
 
 @pytest.mark.parametrize(("words", "folders"), [(BANNED, PACKAGES), (BANNED_IN_TESTS, TESTS)], ids=["code", "tests"])
 def test_no_identifier_is_one_of_the_banned_words(words: frozenset[str], folders: tuple[str, ...]) -> None:
-    places = uses_of(words, folders)
-    used = {word: uses for word, uses in places.items() if uses}
+    used = {word: uses for word, uses in uses_of_words(folders).items() if word in words}
     assert not used, "\n".join(f"{word}: {' '.join(uses)}" for word, uses in used.items())
 
 
 @pytest.mark.parametrize("folders", [PACKAGES, TESTS], ids=["code", "tests"])
 def test_found_is_only_the_result_of_a_search(folders: tuple[str, ...]) -> None:
-    uses = uses_of(frozenset(["found"]), folders)["found"]
+    uses = uses_of_words(folders).get("found", [])
     files = Counter(use.partition(":")[0] for use in uses)
     assert len(uses) <= MAX_FOUND[folders], f"{len(uses)} uses: {files.most_common(20)}"
 
