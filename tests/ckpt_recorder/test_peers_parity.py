@@ -42,6 +42,7 @@ from ckpt_formats.universal.chain import chain_file, states
 from ckpt_formats.universal.gradients.segment import open_segment
 from ckpt_recorder import Bases, Recorder
 from ckpt_training import load
+from damage import ckpt
 from peers_parity import RANKS, SAMPLES, STEPS, Logs, are_filled
 from peers_parity import rounds as kills
 from run import run
@@ -320,6 +321,12 @@ def test_ranks_send_parts_of_a_base_that_a_log_begins_with_and_a_part_that_is_lo
         path = open_peers(filled.url(lost))
         index = chain_file.load(path / chain_file.NAME)
         assert weights(states.open_state(path, index, states.last_step(path, index))) == expected, lost
+    url = filled.url([0, 1])
+    answer = json.loads(ckpt("restore", url, tmp_path / "out", "--json").out)["peers"]
+    assert answer["computed_nbytes"] > 50_000  # the log of rank 0, and its part of the base
+    assert answer["damaged"] == []
+    assert "from parity" in ckpt("restore", url, tmp_path / "again").err
+    assert "of parity" in ckpt("hold", "--status", hosts[3].address).out
     with hosts[0].pieces._lock:  # a file of the base that nobody has
         for buffers in hosts[0].pieces._parities.values():
             buffers.clear()
