@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import torch
 from safetensors.numpy import save_file
 
 import ckpt as library
+from ckpt_cli.main import COMMANDS
 from damage import SAMPLES, ckpt
 from object_stores import StoreServer, moto, reached
 
@@ -24,6 +26,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE, START = ((DOCS / name).read_text("utf-8") for name in ("tasks.md", "start.md"))
 BLOCK = re.compile(r"<!-- runs ?(\d*) -->\n```(console|python)\n(.*?)```", re.DOTALL)
 """A code block, before it the exit code of its commands, if it is not 0."""
+FIRST_TRIES = Path(__file__).with_name("first_tries.txt")
+"""What somebody types who knows only `--help` and messages: of each task a line that says what is needed, then at most
+two tries, each as `[CODE] COMMAND :: WORDS OF ITS OUTPUT`."""
 WRITES = {"convert", "reshard", "average", "merge", "merge-lora", "compress", "decompress", "restore"}
 SAMPLE_OF = {
     "run": "deepspeed-0.19-zero1-bf16-dp2",
@@ -356,3 +361,40 @@ def test_the_first_two_minutes_go_as_the_page_says(folder: Path) -> None:
 def test_every_block_runs_unless_it_needs_two_machines() -> None:
     rest = re.findall(r"^```\w+\n(.*?)```", BLOCK.sub("", PAGE), re.DOTALL | re.MULTILINE)
     assert all("ckpt serve" in text for text in rest)
+
+
+class Try(NamedTuple):
+    words: list[str]
+    code: int
+    says: str
+
+
+def first_tries() -> dict[str, list[Try]]:
+    blocks = FIRST_TRIES.read_text("utf-8").strip().split("\n\n")
+    tries = dict[str, list[Try]]()
+    for task, *lines in (block.split("\n") for block in blocks):
+        matches = [re.fullmatch(r"\[(\d+)\] ckpt (.*?) :: (.*)", line) for line in lines]
+        assert all(matches), task
+        tries[task] = [Try(shlex.split(one[2]), int(one[1]), one[3]) for one in matches if one is not None]
+    assert len(tries) == len(blocks)
+    return tries
+
+
+def test_first_tries_are_at_most_two_for_each_of_36_tasks() -> None:
+    tries = first_tries()
+    assert len(tries) >= 36
+    assert {len(of_task) for of_task in tries.values()} == {1, 2}
+    assert all(of_task[-1].code in (0, 1) for of_task in tries.values())
+
+
+def test_a_wrong_first_try_leads_to_the_right_second_by_its_message_or_help(folder: Path) -> None:
+    save_file({"w": np.array([1, np.nan], np.float32)}, folder / "nan.safetensors")
+    for task, tries in first_tries().items():
+        leads = ""
+        for one in tries:
+            done = ckpt(*one.words)
+            text = done.out + done.err
+            assert (done.code, one.says in text) == (one.code, True), f"{task} ckpt {shlex.join(one.words)}\n{text}"
+            new = {one.words[0], *(word for word in one.words if word.startswith("--"))} - set(tries[0].words)
+            assert all(word in leads for word in new), f"{task} {new} is neither in the message nor in the help"
+            leads = text + ckpt(*(one.words[:1] if one.words[0] in COMMANDS else ()), "--help").out
