@@ -24,7 +24,7 @@ from ckpt.protection.protect import (
 from ckpt_formats.core.errors import CorruptError, OutputError
 from ckpt_formats.core.folders import below
 from ckpt_formats.core.identity import Identity
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.parity.blocks import ProtectedFolder, find_parity, has_parity, parity_folder, places_of
 from ckpt_formats.parity.manifest import BlockHashes, Domain, DomainGroup, ParityManifest, ProtectedFile
 from ckpt_formats.universal.chain import chain_file
@@ -75,9 +75,12 @@ def protect_members(
         else:
             joining.append(domain)
     plan = _plan(run, lose, earlier, set(names), joining)
-    if plan is None and earlier is not None and not grouped & set(names):
+    if plan is None and earlier is not None:
         with locked(earlier.base):
-            shutil.rmtree(earlier.base)
+            # A run that was killed after it had published may have left the groups before.
+            shutil.rmtree(earlier.base.with_name(earlier.base.name + PARTIAL), ignore_errors=True)
+            if not grouped & set(names):
+                shutil.rmtree(earlier.base)
     if plan is not None:
         done.append(run_protect(plan, resources=resources, progress=progress))
     return tuple(done)
