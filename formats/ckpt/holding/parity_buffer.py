@@ -41,16 +41,13 @@ class ParityBuffer:
         self._blocks: dict[int, Array] = {}
         self.entries = 0
         """How many pieces were added, and columns: what is listed."""
+        self.step = 0
+        """The last step that a piece has."""
 
     @property
     def nbytes(self) -> int:
         """The memory that the sum takes."""
         return _BLOCK_NBYTES * len(self._blocks)
-
-    @property
-    def step(self) -> int:
-        """The last step that a piece has."""
-        return max((column.pieces[-1].step for column in self._columns.values() if column.pieces), default=0)
 
     @property
     def created(self) -> int:
@@ -100,6 +97,7 @@ class ParityBuffer:
                 add_products(factor, part, self._blocks[block][None, start:stop])
             column.pieces.append(_listed(place, piece, len(content)))
             column.places.append(place.at)
+            self.step = max(self.step, piece.step)
         else:
             column.is_marked = True
         self.entries += self.new_entries(place, len(content))
