@@ -5,9 +5,10 @@ do not.
 """
 
 import ast
+import gc
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -84,71 +85,78 @@ SAME_IN_TWO_ENGINES = {
 """Classes that are the same thing in several engines: the only ones that may share a name."""
 
 
+WORDS = BANNED | BANNED_IN_TESTS | {"found"}
+_NAMES = frozenset(["id", "attr", "arg", "name", "asname", "rest"])
+"""The fields of syntax nodes that are identifiers."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names in folders that tests judge."""
+
+    words: defaultdict[str, list[str]]
+    """Where each of `WORDS` is used as an identifier, but for leading underscores: `path:line`, by word."""
+    classes: defaultdict[str, list[Path]]
+    """The modules of each class, by its name."""
+    functions: dict[str, Path]
+    """The modules of functions, by `path:line name`."""
+
+
 @cache
-def trees(folders: tuple[str, ...] = PACKAGES) -> dict[Path, ast.Module]:
-    """The syntax trees of all modules in these folders, by path relative to the repository."""
-    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    return {path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+def names_in(folders: tuple[str, ...]) -> Names:
+    """The names of all modules in these folders, by paths relative to the repository.
+
+    No syntax tree stays, and none is looked for garbage: they have a million nodes.
+    """
+    names = Names(defaultdict(list), defaultdict(list), {})
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+            _add_names(names, path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8")))
+    finally:
+        if was_enabled:
+            gc.enable()
+    return names
 
 
-def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Every use of an identifier, without leading underscores: pairs of its line and the name."""
+def _add_names(names: Names, path: Path, tree: ast.Module) -> None:
     for node in ast.walk(tree):
         for field in node._fields:
             name = getattr(node, field, None) if field in _NAMES else None
-            if isinstance(name, str):
-                yield getattr(node, "lineno", 0), name.lstrip("_")
-
-
-_NAMES = frozenset(["id", "attr", "arg", "name", "asname", "rest"])
-"""The fields of nodes that are identifiers."""
-
-
-WORDS = BANNED | BANNED_IN_TESTS | {"found"}
-
-
-@cache
-def uses_of_words(folders: tuple[str, ...]) -> dict[str, list[str]]:
-    """Where each of `WORDS` is used as an identifier in these folders: `path:line`, by word. One walk for all tests."""
-    places: dict[str, list[str]] = defaultdict(list)
-    for path, tree in trees(folders).items():
-        for line, name in identifiers(tree):
-            if name in WORDS:
-                places[name].append(f"{path}:{line}")
-    return places
+            if isinstance(name, str) and name.lstrip("_") in WORDS:
+                names.words[name.lstrip("_")].append(f"{path}:{getattr(node, 'lineno', 0)}")
+        if isinstance(node, ast.ClassDef):
+            names.classes[node.name].append(path)
+        elif isinstance(node, ast.FunctionDef):
+            names.functions[f"{path}:{node.lineno} {node.name}"] = path
 
 
 @pytest.mark.parametrize(("words", "folders"), [(BANNED, PACKAGES), (BANNED_IN_TESTS, TESTS)], ids=["code", "tests"])
 def test_no_identifier_is_one_of_the_banned_words(words: frozenset[str], folders: tuple[str, ...]) -> None:
-    used = {word: uses for word, uses in uses_of_words(folders).items() if word in words}
+    used = {word: uses for word, uses in names_in(folders).words.items() if word in words}
     assert not used, "\n".join(f"{word}: {' '.join(uses)}" for word, uses in used.items())
 
 
 @pytest.mark.parametrize("folders", [PACKAGES, TESTS], ids=["code", "tests"])
 def test_found_is_only_the_result_of_a_search(folders: tuple[str, ...]) -> None:
-    uses = uses_of_words(folders).get("found", [])
+    uses = names_in(folders).words["found"]
     files = Counter(use.partition(":")[0] for use in uses)
     assert len(uses) <= MAX_FOUND[folders], f"{len(uses)} uses: {files.most_common(20)}"
 
 
 def test_names_of_tests_begin_with_what_is_tested() -> None:
     names = {
-        f"{path}:{node.lineno} {node.name}": node.name.split("_")
-        for path, tree in trees(TESTS).items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and path.name.startswith("test_") and "ckpt_recorder" not in path.parts
+        place: place.rpartition(" ")[2].split("_")
+        for place, path in names_in(TESTS).functions.items()
+        if path.name.startswith("test_") and "ckpt_recorder" not in path.parts
     }
     wrong = [place for place, (first, *rest) in names.items() if first == "test" and rest and rest[0] in NO_SUBJECTS]
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_two_classes_share_a_name_unless_they_are_the_same_in_two_engines() -> None:
-    paths: dict[str, list[Path]] = defaultdict(list)
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                paths[node.name].append(path)
-    shared = {name: places for name, places in paths.items() if len(places) > 1}
+    shared = {name: places for name, places in names_in(PACKAGES).classes.items() if len(places) > 1}
     wrong = {name: places for name, places in shared.items() if engines_of(places) != SAME_IN_TWO_ENGINES.get(name)}
     assert not wrong, wrong
     assert shared.keys() == SAME_IN_TWO_ENGINES.keys()
