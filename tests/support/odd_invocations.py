@@ -157,7 +157,9 @@ ODD: dict[str, Odd] = {
     "an unknown store": Odd("inspect ftp://host/a.pt", 22, ("ftp://host/a.pt", "s3://BUCKET/KEY")),
     # damage
     "a file that was cut off": Odd("verify cut.pt", 20, ("cut.pt", "truncated")),
-    "a missing rank": Odd("convert damaged/missing-rank out", 20, ("rank_1", "missing")),
+    "a missing rank": Odd(
+        "convert damaged/missing-rank out", 20, ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt is missing",)
+    ),
     "mixed steps": Odd("convert damaged/mixed-steps out", 20, ("`step`", "mixed")),
     "a pointer to nothing": Odd("inspect damaged/wrong-latest", 10, ("latest", "global_step9")),
     # targets

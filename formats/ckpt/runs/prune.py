@@ -145,7 +145,7 @@ def prune_stored(
         raise IncompleteError(
             "no complete checkpoint has been unchanged for long enough, so none is removed",
             where=printable(str(folder)),
-            hint=f"Run it again later: their files must not have changed for {unchanged_for:.0f} s.",
+            hint=f"Run it again later: their files must not have changed for {unchanged_for:.0f} s (--unchanged-for).",
         )
     reasons = _reasons(folder, rules, whole, steps)
     retained, removed, broken = list[PrunedCheckpoint](), list[PrunedCheckpoint](), list[PrunedCheckpoint]()

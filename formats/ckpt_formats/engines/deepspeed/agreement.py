@@ -10,7 +10,7 @@ from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record, Value
-from ckpt_formats.engines.deepspeed.folder import Folder, rank_in_name
+from ckpt_formats.engines.deepspeed.folder import Folder, optim_prefix, rank_in_name
 from ckpt_formats.state_dicts.statements import MIXED, Statement, check_agreement, step_in_name, whole
 
 _STEP_FOLDER = re.compile(r"global_step(\d{1,18})(?:_universal)?")
@@ -168,7 +168,7 @@ def _check_degrees(folder: Folder, first: TorchFile) -> None:
     width = folder.dp
     if width < dp:
         raise IncompleteError(
-            f"zero_pp_rank_{width}_mp_rank_00_optim_states.pt is missing: `dp_world_size` is {dp} in "
+            f"{optim_prefix(folder)}zero_pp_rank_{width}_mp_rank_00_optim_states.pt is missing: `dp_world_size` is {dp} in "
             f"{first.path.name}, but files of {width} are here",
             where=folder.path,
             hint=_ALL,

@@ -120,7 +120,8 @@ def list_folder(path: Path) -> Folder:
     check_models(folder)
     _check_experts(folder)
     if folder.optim or folder.model3:
-        _check_grid("zero_pp_rank_D_mp_rank_MM_optim_states.pt", folder, folder.optim, folder.dp)
+        prefix = optim_prefix(folder)
+        _check_grid(prefix + "zero_pp_rank_{dp}_mp_rank_{mp:02}_optim_states.pt", folder, folder.optim, folder.dp)
     return folder
 
 
@@ -159,12 +160,17 @@ def sort_files(path: Path) -> Folder:
 _MIXED = "Two runs were saved into it: separate them."
 
 
+def optim_prefix(folder: Folder) -> str:
+    """What names of files of optimizer states begin with here, such as `bf16_`; mostly nothing."""
+    return next((file.name.partition("zero_pp_rank_")[0] for file in folder.optim.values()), "")
+
+
 def check_models(folder: Folder) -> None:
     """Raise `IncompleteError` if the model file of a rank is missing."""
     if folder.model3:
-        _check_grid("zero_pp_rank_D_mp_rank_MM_model_states.pt", folder, folder.model3, folder.dp)
+        _check_grid("zero_pp_rank_{dp}_mp_rank_{mp:02}_model_states.pt", folder, folder.model3, folder.dp)
     else:
-        _check_grid("mp_rank_MM_model_states.pt", folder, {(mp, 0) for mp in folder.model}, 1)
+        _check_grid("mp_rank_{mp:02}_model_states.pt", folder, {(mp, 0) for mp in folder.model}, 1)
 
 
 def _check_experts(folder: Folder) -> None:
@@ -197,14 +203,15 @@ def _check_experts(folder: Folder) -> None:
 
 
 def _check_grid(pattern: str, folder: Folder, present: Collection[tuple[int, int]], width: int) -> None:
-    """Raise `IncompleteError` if a rank is missing. Numbers in file names may be huge: no table of all ranks is
-    built."""
+    """Raise `IncompleteError` if a rank is missing; `pattern` is the name of its file, with `dp` and `mp` to fill in.
+
+    Numbers in file names may be huge: no table of all ranks is built.
+    """
     if len(present) < folder.mp * width:
         ranks = ((mp, dp) for mp in range(folder.mp) for dp in range(width))
         mp, dp = next(rank for rank in ranks if rank not in present)
         raise IncompleteError(
-            f"{pattern} of dp rank {dp}, mp rank {mp} is missing "
-            f"({len(present)} of {folder.mp * width} such files are here)",
+            f"{pattern.format(dp=dp, mp=mp)} is missing ({len(present)} of {folder.mp * width} such files are here)",
             where=folder.path,
             hint="Copy the files of all ranks into one folder.",
         )
