@@ -168,8 +168,8 @@ def _check_degrees(folder: Folder, first: TorchFile) -> None:
     width = folder.dp
     if width < dp:
         raise IncompleteError(
-            f"{optim_prefix(folder)}zero_pp_rank_{width}_mp_rank_00_optim_states.pt is missing: `dp_world_size` is {dp} in "
-            f"{first.path.name}, but files of {width} are here",
+            f"{optim_prefix(folder)}zero_pp_rank_{width}_mp_rank_00_optim_states.pt is missing: "
+            f"`dp_world_size` is {dp} in {first.path.name}, but files of {width} are here",
             where=folder.path,
             hint=_ALL,
         )
