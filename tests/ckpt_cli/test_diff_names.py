@@ -18,6 +18,8 @@ from damage import ckpt
 from held import checkpoint, parameter
 from jax_jobs.maxtext_models import config_of, weight
 
+pytestmark = [pytest.mark.slow]
+
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 LAYERS = 4
 

@@ -202,6 +202,7 @@ def test_states_that_do_not_follow_gradients_are_refused() -> None:
         use_names(replace(source, parameters={**source.parameters, name: changed}), "maxtext")
 
 
+@pytest.mark.slow
 def test_balance_biases_are_read_where_each_version_of_maxtext_has_them(tmp_path: Path) -> None:
     """In a collection beside `params`, in `params`, and, of a training, among the variables that are no parameters."""
     source = model("deepseek_v3")
@@ -250,6 +251,7 @@ def test_layers_in_compressed_chunks_that_no_cache_holds_are_noted(
     assert len(source.notices) == is_noted
 
 
+@pytest.mark.slow
 def test_layers_that_predict_further_tokens_are_refused() -> None:
     source = model("deepseek_v3", num_nextn_predict_layers=1)
     with pytest.raises(UnsupportedError, match="multi-token prediction") as caught:
