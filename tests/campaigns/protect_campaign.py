@@ -20,11 +20,17 @@ from pathlib import Path
 import numpy as np
 
 import ckpt as library
+from ckpt.chains.append import append
+from ckpt.chains.write import DeltaPolicy
+from ckpt.pipeline import Execution
 from ckpt.protection.damage import find_damage
+from ckpt.protection.members import protect_members
 from ckpt.protection.protect import REPAIRED
+from ckpt_formats.core.checkpoint import Origin
 from ckpt_formats.parity.blocks import find_parity
 from ckpt_formats.parity.code import multiply, parity_matrix, recovery_matrix
 from ckpt_formats.parity.manifest import FOLDER
+from held import checkpoint, parameter
 from killing import killed, points
 from run import Round, alternated
 
@@ -298,9 +304,50 @@ class Kills:
         return seen
 
 
+class ChainKills:
+    """A chain whose last state joins the others in groups of parity, and is killed meanwhile."""
+
+    def __init__(self, folder: Path, seed: int, states: int = 19) -> None:
+        self._run, self._before = folder / "run.chain", folder / "before"
+        self._generator, self._states = random.Random(seed), states
+
+    def _join(self) -> None:
+        protect_members(self._run, 2, resources=RESOURCES)
+
+    def _prepare(self) -> None:
+        for step in range(1, self._states + 1):
+            values = np.random.default_rng(step).standard_normal(3000).astype(np.float32)
+            state = checkpoint([parameter("w", {"master": values}, step=step)], origin=Origin("held", None, step))
+            append(self._run, state, None, DeltaPolicy(base_every=1), Execution(workers=1))
+            if step < self._states:
+                self._join()
+        shutil.copytree(self._run, self._before)
+        self._count, self._whole = points(self._join, self._run), contents_of(self._run)
+
+    def join(self) -> Counter[str]:
+        """Kill it, perhaps again: the groups are those before or after. Then finish."""
+        if not self._before.exists():
+            self._prepare()
+        shutil.rmtree(self._run)
+        shutil.copytree(self._before, self._run)
+        seen: Counter[str] = Counter()
+        for _ in range(self._generator.choice((1, 1, 2))):
+            killed(self._join, self._run, self._generator.randrange(self._count))
+            there = find_parity(self._run)
+            assert find_damage(there, RESOURCES).is_whole
+            states = sum(bool(domain.files) for group in there.manifest.groups for domain in group.domains)
+            seen["after" if states == self._states else "before"] += 1
+        self._join()
+        after = contents_of(self._run)
+        after.pop(".ckpt-parity.lock", None)
+        assert after == self._whole
+        return seen
+
+
 def kills(folder: Path, seed: int) -> Iterator[Round]:
-    """Yield kills of protect and of repair, in turn."""
+    """Yield kills of protect, of repair and of a state that joins a group, in turn."""
     protecting, repairing = Kills(folder / "p", seed), Kills(folder / "r", seed)
-    for one in ("p", "r"):
+    joining = ChainKills(folder / "c", seed)
+    for one in ("p", "r", "c"):
         (folder / one).mkdir()
-    yield from alternated({"protect": protecting.protect, "repair": repairing.repair})
+    yield from alternated({"protect": protecting.protect, "repair": repairing.repair, "chain": joining.join})

@@ -389,5 +389,6 @@ def _renew_manifests(folder: ProtectedFolder) -> None:
         _make_parents(folder, base / NAME)
         place = place_at(base)
         there = place.read(NAME, MAX_NBYTES) if (base / NAME).is_file() else None  # a pipe would block
+        place.remove_drafts(NAME)
         if there is None or there[0] != data:
             place.replace(NAME, data, None if there is None else there[1])
