@@ -4,8 +4,9 @@
 
 Each host is a process of `ckpt hold` and a rank of a recorded run, whose chain is in /dev/shm. Two ranks, their writers
 and their holders are killed at once, then the others, and the chain is moved away. What the holders that are left give
-must have the bits of that chain at the last step. Three times are measured, each by the clock and in processor seconds
-of this process: the restore, the same restore from the chain's own folder, and the pieces alone, read without a replay.
+must have the bits of that chain at the last step. Four times are measured, each by the clock and in processor seconds:
+`load` into a live model of all ranks' parts in a process that has imported torch, as a restart does; a restore to a
+checkpoint; the same restore from the chain's own folder; and the pieces alone, read without a replay.
 """
 
 from __future__ import annotations
@@ -81,6 +82,10 @@ def drill(folder: Path, seed: int, nbytes: int, hosts: int = HOSTS, scheme: str 
             _kill(pid)
         (work / "run.chain").rename(work / "lost")
         left = [address for host, address in enumerate(addresses) if host not in lost]
+        loaded = _start(__file__, "load", str(hosts), str(numel), f"peers://{','.join(left)}/run.chain")
+        output = loaded.communicate(timeout=SECONDS)[0]
+        assert loaded.returncode == 0, "load failed"
+        figures |= json.loads(output.splitlines()[-1])
         with _timed(figures, "peers"):
             path = open_peers(f"peers://{','.join(left)}/run.chain")
             step = states.last_step(path, chain_file.load(path / chain_file.NAME))
@@ -184,5 +189,35 @@ def train(rank: int, world: int, work: Path, numel: int, addresses: list[str], s
     time.sleep(SECONDS)
 
 
-if __name__ == "__main__":
+def load(world: int, numel: int, source: str) -> None:
+    """Load all ranks' parts into one live model, and print the milliseconds that it takes."""
+    import torch
+    from torch import nn
+
+    import ckpt
+    from ckpt_training import load
+
+    torch.set_num_threads(1)
+    model = nn.ModuleDict(
+        {
+            "parts": nn.ModuleDict(
+                {
+                    str(rank): nn.ParameterList([nn.Parameter(torch.zeros(numel // 4)) for _ in range(4)])
+                    for rank in range(world)
+                }
+            )
+        }
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    figures: dict[str, int] = {}
+    with _timed(figures, "load"):
+        loaded = load(source, model, optimizer, resources=ckpt.Resources(workers=2))
+    assert loaded.step == STEPS
+    figures |= {f"load_{stage}_ms": round(seconds * 1000) for stage, seconds in loaded.seconds.items()}
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__" and sys.argv[1] == "load":
+    load(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+elif __name__ == "__main__":
     train(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5].split(","), sys.argv[6])
