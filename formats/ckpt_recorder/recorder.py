@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.holding.peers import HELD
+from ckpt.holding.peers import log_changes
 from ckpt_codecs.gradients import gradient_codec
 from ckpt_formats.core.errors import CkptError, OutputError, UnsupportedError
 from ckpt_formats.universal.gradients.layout import EXACTNESS, UPDATE, Exactness
@@ -751,11 +751,7 @@ class Recorder:
 
     def _follow_peers(self, peers: dict[str, str]) -> None:
         """Log what has changed of the hosts that hold the log."""
-        for address, state in peers.items():
-            if self.peers.get(address) != state:
-                level = logging.INFO if state == HELD else logging.WARNING
-                _LOG.log(level, "step %d: the holder %s: %s", self.step, address, state)
-                self.peers[address] = state
+        log_changes(_LOG, self.step, peers, self.peers)
 
     def _warn_broken(self, reason: str, again: str) -> None:
         if self.options.when_broken == "raise":

@@ -1,12 +1,13 @@
 """Saving a live job: a snapshot while training goes on, and a checkpoint that appears whole or not at all."""
 
+import logging
 import os
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ import torch
 from ckpt import DCP, Universal
 from ckpt.chains.change import change
 from ckpt.chains.write import DeltaPolicy
+from ckpt.holding.peers import Peers, log_changes
 from ckpt.pipeline import Execution
 from ckpt.pipeline.targets import clean
 from ckpt_formats.containers.typed_json import encode
@@ -46,6 +48,7 @@ from ckpt_training.writing.ring import Ring
 from ckpt_training.writing.save_orders import BeginSave, DropSave, SaveSettings, is_chain, path_of_step, row_of_box
 from ckpt_training.writing.then_job import ThenJob
 
+_LOG = logging.getLogger("ckpt_training")
 _SLOTS = 4
 _LEAST_SLOT = 1 << 16
 
@@ -170,6 +173,7 @@ class Saver(SnapshotContext):
     Attributes:
         waited: Seconds for which updates have waited until the state before them was copied.
         writer_pid: The id of the process that writes this rank's share; None before it has started.
+        peers: Of each host that should hold this rank's part of the last save: "holds all", or why it does not.
     """
 
     def __init__(
@@ -186,6 +190,7 @@ class Saver(SnapshotContext):
         stall_seconds: float = 600.0,
         then: Callable[..., object] | None = None,
         protect: int | None = None,
+        peers: Peers | None = None,
         **parts: Any,
     ) -> None:
         """Plan what each rank saves. All ranks must do so together.
@@ -209,6 +214,9 @@ class Saver(SnapshotContext):
             protect: Write parity with each save, as `ckpt.protect(path, protect)` does: so many files of it may be
                 lost or damaged. The process beside rank 0 reads the files of all ranks for it, before the save
                 appears; `stall_seconds` must be enough for that.
+            peers: The hosts whose memory holds each save, too, as `Recorder(peers=…)` names them. A save is sent once
+                it is published, and no step waits for that; the attribute `peers` says how far the hosts are. Saves
+                are universal, in a folder of the file system.
             parts: What else is saved, by name: anything with a `state_dict`, such as a scheduler or a loader, and plain
                 values. A checkpoint has them as extras.
 
@@ -220,12 +228,17 @@ class Saver(SnapshotContext):
         self._target = target_path(os.path.abspath(target) if not _is_url(target) else os.fspath(target))
         _check(format, policy, in_flight, when_slow, memory, is_chain(self._target))
         _check_protect(protect, self._target)
+        _check_peers(peers, self._target, format)
         self._in_flight, self._when_slow, self._parts = in_flight, when_slow, parts
         self._handles: list[SaveHandle] = []
+        self._logged: dict[str, str] = {}
+        """What was logged of each host."""
         self._jobs: dict[int, JobState] = {}
         """Those of saves that have not ended, by step."""
         self._is_closed, self._random = False, RandomStates()
         rank, world = ranks.rank_and_world()
+        if peers is not None:
+            peers.host_of(rank, world)  # raises: the hosts do not fit the ranks
         self._has_jobs = then is not None and rank == 0
         with ranks.together():
             job = None if then is None else ThenJob.of(then)
@@ -255,11 +268,14 @@ class Saver(SnapshotContext):
                 slot_nbytes=slot_nbytes,
                 slots=slots,
                 seconds=stall_seconds,
+                peers=None if peers is None else asdict(peers),
             )
 
         device = next((one.tensor.device for one in self._run.tensors), torch.device("cpu"))
         ring = Ring(max(memory // _SLOTS, _LEAST_SLOT), _SLOTS)
-        self._thread = SnapshotThread(settings, ring, device, answered=partial(_end_job, self._jobs))
+        self._thread = SnapshotThread(
+            settings, ring, device, answered=partial(_end_job, self._jobs), has_peers=peers is not None
+        )
         self._unclosed = weakref.finalize(self, self._thread.close, 0.0)
         self._unclosed.atexit = False
         wait = self._thread.wait_copied
@@ -278,6 +294,7 @@ class Saver(SnapshotContext):
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise InvalidArgumentError(f"step {step!r:.40} is not a natural number")
         self._warn_of_failures()
+        log_changes(_LOG, step, self.peers, self._logged)
         pending = [one for one in self._handles if not one.done()]
         if len(pending) >= self._in_flight:
             if self._when_slow == "skip":
@@ -296,6 +313,10 @@ class Saver(SnapshotContext):
         handle = SaveHandle(step, snapshot, job=job)
         self._handles.append(handle)
         return handle
+
+    @property
+    def peers(self) -> dict[str, str]:
+        return self._thread.peers
 
     def close(self) -> None:
         """Wait for the saves in progress, and end the process. Warns of saves that failed."""
@@ -478,6 +499,19 @@ def _check_protect(protect: int | None, target: Path) -> None:
     if is_remote(target):
         raise UnsupportedError(
             "a save has parity in the file system only", hint="Leave out protect, and run `ckpt protect URL`."
+        )
+
+
+def _check_peers(peers: Peers | None, target: Path, format: Universal | DCP | None) -> None:
+    if peers is not None and (is_remote(target) or is_chain(target) or isinstance(format, DCP)):
+        raise UnsupportedError(
+            "the memory of peers holds universal saves that are in a folder of the file system",
+            where="peers",
+            hint="Save into a folder that is no chain, with Universal(), or leave out peers.",
+        )
+    if peers is not None and not peers.parsed.is_copies:
+        raise UnsupportedError(
+            f"saves are held as copies, not as {peers.scheme}", where="peers.scheme", hint='Give "copies:2".'
         )
 
 

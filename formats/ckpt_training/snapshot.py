@@ -137,6 +137,7 @@ class SnapshotThread:
         device: torch.device,
         task: SnapshotTask = SAVING,
         answered: Callable[[Mapping[str, Any]], None] = lambda answer: None,
+        has_peers: bool = False,
     ) -> None:
         """Start the process, in the background.
 
@@ -146,9 +147,10 @@ class SnapshotThread:
             device: Where the values are.
             task: What it does.
             answered: The thread calls it with each answer, before the snapshot ends.
+            has_peers: Whether the process also says, between snapshots, what holders have.
         """
         self._ring, self._settings = ring, settings(ring.slot_nbytes, ring.slots)
-        self._task, self._answered = task, answered
+        self._task, self._answered, self._has_peers = task, answered, has_peers
         self._copies = copies.copies_of(device)
         self._todo: queue.SimpleQueue[Snapshot | PendingOrder | None] = queue.SimpleQueue()
         self._flight: list[Snapshot] = []
@@ -189,6 +191,12 @@ class SnapshotThread:
         self._copying.clear()
         self.waited += time.monotonic() - begin
 
+    @property
+    def peers(self) -> dict[str, str]:
+        """Of each host that should hold what is saved, the last that the process said of it."""
+        link = self._link
+        return {} if link is None else dict(link.peers)
+
     def close(self, seconds: float) -> bool:
         """End the process after all snapshots. Returns False if it has not ended within `seconds`."""
         self._todo.put(None)
@@ -199,7 +207,7 @@ class SnapshotThread:
         while True:
             try:
                 self._start()
-                is_due = self._flight or self._dropped or self._followed
+                is_due = self._flight or self._dropped or self._followed or self._has_peers
                 task = self._todo.get(timeout=_LOOK_SECONDS) if is_due else self._todo.get()
                 if task is None:
                     break

@@ -91,11 +91,11 @@ class Filled:
 
 def has_all(sender: LogSender) -> bool:
     """Whether all holders have what there is of a log."""
-    log = sender._files[sender._log]
+    log = sender._files[sender._main]
     return all(
         target.state.text == HELD
         and log.cut == log.nbytes
-        and (not target.holds_all or target.counts.get(sender._log, (0, 0))[0] == len(log.pieces))
+        and (not target.holds_all or target.counts.get(sender._main, (0, 0))[0] == len(log.pieces))
         and all(target.added[stream] == len(stream.contributions) for stream, _ in target.rows)
         and len(target.marked) == len(target.rows)
         for target in sender._targets

@@ -1,7 +1,8 @@
 """Which hosts hold in memory what a host records."""
 
+import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -132,3 +133,12 @@ class Peers:
                 hint="Give a scheme of fewer hosts.",
             )
         return rank * len(self.hosts) // world
+
+
+def log_changes(logger: logging.Logger, step: int, states: Mapping[str, str], logged: dict[str, str]) -> None:
+    """Log of each holder what has changed since it was `logged`, and note it there."""
+    for address, state in states.items():
+        if logged.get(address) != state:
+            level = logging.INFO if state == HELD else logging.WARNING
+            logger.log(level, "step %d: the holder %s: %s", step, address, state)
+            logged[address] = state

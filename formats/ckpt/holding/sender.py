@@ -161,30 +161,50 @@ class _Target:
         return self.holds_all or (self.holds_small and file.is_small)
 
 
-class LogSender:
-    """Sends the log of a rank, and rank 0's the list and the base of the chain, each holder in a thread of its own."""
+@dataclass(frozen=True)
+class SentGeneration:
+    """What all ranks of a run send together: it is whole when the main file of each of them is."""
 
-    def __init__(self, peers: Peers, segment: Path, rank: int, say: Callable[[str, str], None]) -> None:
-        """Start at once. `segment`: the folder of the segment; `say`: is called with the address of
-        a holder and its state, when that changes.
+    run: str
+    name: str
+    created: int
+    """When it began, in nanoseconds since 1970: the same for all ranks."""
+    world: int
+    main_file: Callable[[int], str]
+    """The name of the file of a rank that every rank has."""
+    step: int
+    """The step at which it begins."""
 
-        Raises `CkptError` if the layout of the segment cannot be read.
+
+class Sender:
+    """Sends the files of a rank, each holder in a thread of its own.
+
+    Attributes:
+        states: How far each holder is.
+        is_whole: Whether the holders that answer have the generation of all ranks; only rank 0's sender asks them.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        generation: SentGeneration,
+        rank: int,
+        files: dict[str, _SentFile],
+        say: Callable[[str, str], None],
+    ) -> None:
+        """Start at once. `say`: is called with the address of a holder and its state, when that changes.
+
+        Raises `CkptError` if the user's credentials cannot be read.
         """
-        layout = layouts.load(segment / layouts.NAME)
-        self._peers, self._segment, self._rank, self._say = peers, segment, rank, say
-        self._world, self._generation = len(layout.ranks), layout.run
-        self._created = (segment / layouts.NAME).stat().st_mtime_ns
-        self._run = peers.run or segment.parent.name
+        self._peers, self._rank, self._say = peers, rank, say
+        self._run, self._generation, self._created = generation.run, generation.name, generation.created
+        self._world, self._main_file = generation.world, generation.main_file
         self._credentials = Credentials.of_user()
-        self._log = f"{segment.name}/{rank_file(rank)}"
-        self._files: dict[str, _SentFile] = {}
-        if rank == 0:
-            name = f"{segment.name}/{layouts.NAME}"
-            self._files[name] = _SentFile(segment / layouts.NAME, (segment / layouts.NAME).stat().st_size, True)
-        self._files[self._log] = _SentFile(segment / rank_file(rank), 0)
+        self._main = generation.main_file(rank)
+        self._files = files
         self._changed, self._is_closing, self._changes = threading.Condition(), False, 0
         self._cutting = threading.Lock()  # not `_changed`: the writer of the log never waits for a read of a file
-        self._seen: tuple[int, ...] = ()
+        self.is_whole = False
         host = peers.host_of(rank, self._world)
         self._lane = peers.lane_of(rank, self._world)
         self._streams = [_ColumnStream(one, one.data.index(host)) for one in peers.sets_of(host)]
@@ -192,32 +212,14 @@ class LogSender:
         self._targets = self._targets_of(host)
         self.states = tuple(one.state for one in self._targets)
         self._threads = [threading.Thread(target=self._send_all, args=(one,), daemon=True) for one in self._targets]
-        if rank == 0 or self._streams:
-            threading.Thread(target=self._follow_chain, daemon=True).start()
         if rank == 0:
             threading.Thread(target=self._free_others, daemon=True).start()
         for thread in self._threads:
             thread.start()
 
-    def advance(self, nbytes: int, kind: Kind, step: int) -> None:
-        """Note that the log has a further record, and ends there."""
-        with self._changed:
-            file = self._files[self._log]
-            file.nbytes = nbytes
-            if kind is Kind.FINGERPRINT and file.start_end is None:
-                file.start_end = nbytes  # it follows the states at the start
-            if kind is Kind.GRADIENTS or not file.ends:
-                file.ends.append(nbytes)
-                file.steps.append(step)
-            self._changes += 1
-            self._changed.notify_all()
-
     def close(self, seconds: float) -> None:
         """Send what is missing, and end after so many seconds at the latest. A holder that fails is not waited for."""
         deadline = time.monotonic() + seconds
-        if self._rank == 0 or self._streams:
-            with suppress(CkptError, OSError):
-                self._look_at_chain()
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -379,7 +381,7 @@ class LogSender:
 
         The caller holds `_cutting`: so all holders of parities have the same streams.
         """
-        file.cut_pieces(count, is_last=self._is_closing or name != self._log)
+        file.cut_pieces(count, is_last=self._is_closing or name != self._main)
         for number in range(file.placed, len(file.pieces) if self._streams and not file.is_small else 0):
             stream = min(self._streams, key=lambda one: one.nbytes)
             stream.contributions.append(_Contribution(name, file, number, stream.nbytes))
@@ -415,7 +417,7 @@ class LogSender:
                 target.added[stream] += 1
             if starts is not None and stream not in target.marked and target.added[stream] >= starts[stream]:
                 place = ParityPlace(self._parity_of(stream, row), stream.column, self._rank, 0)
-                log = PieceName(self._run, self._generation, self._log, 0)
+                log = PieceName(self._run, self._generation, self._main, 0)
                 mark = SentPiece(log, piece_requests.digest_of(b""), 0, False, False, self._world, self._created)
                 parity_requests.add(connection, place, mark, b"")
                 target.marked.add(stream)
@@ -441,8 +443,8 @@ class LogSender:
 
     def _find_starts(self, files: Mapping[str, _SentFile]) -> dict[_ColumnStream, int] | None:
         """By stream, how many pieces it has of that from which a replay begins; None if not all of that is there."""
-        log = files[self._log]
-        parts = [file for name, file in files.items() if not file.is_small and name != self._log]
+        log = files[self._main]
+        parts = [file for name, file in files.items() if not file.is_small and name != self._main]
         if self._starts is None and log.start_end is not None and log.cut >= log.start_end:
             if any(file.cut < file.nbytes for file in parts):
                 return None
@@ -454,7 +456,121 @@ class LogSender:
             }
         return self._starts
 
-    # The list of the chain, and its base
+    # Rank 0
+
+    def _free_others(self) -> None:
+        """Free what is older once all of this generation is held, each holder as soon as it answers."""
+        unfreed = set(self._peers.addresses)
+        while unfreed:
+            time.sleep(max(_LOOK_SECONDS, _PAUSE_EACH * len(self._peers.addresses)))
+            self.is_whole = self.is_whole or self._is_held()
+            if self._is_closing:
+                return
+            if self.is_whole:
+                unfreed -= {address for address in unfreed if self._free_older(address)}
+
+    def _is_held(self) -> bool:
+        """Whether a replay can begin with what is held: each rank's start, by all holders of it that answer."""
+        runs, parities = dict[NetworkAddress, HeldRun](), dict[NetworkAddress, dict[ParityName, HeldParity]]()
+        for address in self._peers.addresses:
+            if self._is_closing:
+                return False
+            with suppress(CkptError), closing(Connection(address, self._credentials, "holder", _ASK_SECONDS)) as one:
+                run = piece_requests.list_run(one, self._run, with_pieces=False)
+                if self._peers.sets:
+                    known = parity_requests.list_parities(one, self._run, with_pieces=False)
+                    parities[address] = {parity.name: parity for parity in known}
+                runs[address] = run
+        return all(
+            self._is_start_held(rank, runs) and self._is_start_added(rank, parities) for rank in range(self._world)
+        )
+
+    def _is_start_held(self, rank: int, runs: Mapping[NetworkAddress, HeldRun]) -> bool:
+        host = self._peers.host_of(rank, self._world)
+        whole = self._peers.holders_of(host)
+        names = [(self._main_file(rank), whole)]
+        if rank == 0:
+            names.append((chain_file.NAME, (*whole, *self._peers.parities_of(host)[: self._peers.parsed.spares])))
+        for name, hosts in names:
+            addresses = [self._peers.addresses[one] for one in hosts]
+            files = [runs[one].get(self._generation, {}).get(name) for one in addresses if one in runs]
+            if not files and not (self._peers.sets and name != chain_file.NAME):
+                return False
+            if any(file is None or not (file.starts or name == chain_file.NAME) for file in files):
+                return False
+        return True
+
+    def _is_start_added(self, rank: int, parities: Mapping[NetworkAddress, Mapping[ParityName, HeldParity]]) -> bool:
+        """Whether all parities of a rank that answer have its start, and those that do not may be lost."""
+        host, lane = self._peers.host_of(rank, self._world), self._peers.lane_of(rank, self._world)
+        for stream in (_ColumnStream(one, one.data.index(host)) for one in self._peers.sets_of(host)):
+            silent = [
+                one for one in (*stream.set.data, *stream.set.parities) if self._peers.addresses[one] not in parities
+            ]
+            if len(silent) > self._peers.parsed.spares:
+                return False
+            for row, one in enumerate(stream.set.parities):
+                name = replace(self._parity_of(stream, row), lane=lane)
+                if one not in silent:
+                    parity = parities[self._peers.addresses[one]].get(name)
+                    column = None if parity is None else parity.columns.get(stream.column)
+                    if column is None or not column.is_marked:
+                        return False
+        return True
+
+    def _free_older(self, address: NetworkAddress) -> bool:
+        """Free the older generations that a holder has. Returns whether it answered."""
+        with suppress(CkptError), closing(Connection(address, self._credentials, "holder", _ASK_SECONDS)) as one:
+            piece_requests.drop(one, self._run, self._created)
+            return True
+        return False
+
+
+class LogSender(Sender):
+    """Sends the log of a rank, and rank 0's the list and the base of the chain."""
+
+    def __init__(self, peers: Peers, segment: Path, rank: int, say: Callable[[str, str], None]) -> None:
+        """Start at once. `segment`: the folder of the segment; `say`: as of `Sender`.
+
+        Raises `CkptError` if the layout of the segment cannot be read.
+        """
+        layout = layouts.load(segment / layouts.NAME)
+        self._segment, self._seen = segment, tuple[int, ...]()
+        files: dict[str, _SentFile] = {}
+        status = (segment / layouts.NAME).stat()
+        if rank == 0:
+            files[f"{segment.name}/{layouts.NAME}"] = _SentFile(segment / layouts.NAME, status.st_size, True)
+        files[f"{segment.name}/{rank_file(rank)}"] = _SentFile(segment / rank_file(rank), 0)
+        generation = SentGeneration(
+            peers.run or segment.parent.name,
+            layout.run,
+            status.st_mtime_ns,
+            len(layout.ranks),
+            lambda rank: f"{segment.name}/{rank_file(rank)}",
+            layout.first,
+        )
+        super().__init__(peers, generation, rank, files, say)
+        if rank == 0 or self._streams:
+            threading.Thread(target=self._follow_chain, daemon=True).start()
+
+    def advance(self, nbytes: int, kind: Kind, step: int) -> None:
+        """Note that the log has a further record, and ends there."""
+        with self._changed:
+            file = self._files[self._main]
+            file.nbytes = nbytes
+            if kind is Kind.FINGERPRINT and file.start_end is None:
+                file.start_end = nbytes  # it follows the states at the start
+            if kind is Kind.GRADIENTS or not file.ends:
+                file.ends.append(nbytes)
+                file.steps.append(step)
+            self._changes += 1
+            self._changed.notify_all()
+
+    def close(self, seconds: float) -> None:
+        if self._rank == 0 or self._streams:
+            with suppress(CkptError, OSError):
+                self._look_at_chain()
+        super().close(seconds)
 
     def _follow_chain(self) -> None:
         """Send the list of the chain and its base as soon as they are there; with parity, all ranks send the base."""
@@ -462,17 +578,6 @@ class LogSender:
             with suppress(CkptError, OSError):
                 self._look_at_chain()
             time.sleep(_LOOK_SECONDS)
-
-    def _free_others(self) -> None:
-        """Free what is older once all of this segment is held, each holder as soon as it answers."""
-        unfreed, is_whole = set(self._peers.addresses), False
-        while unfreed:
-            time.sleep(max(_LOOK_SECONDS, _PAUSE_EACH * len(self._peers.addresses)))
-            is_whole = is_whole or self._is_whole()
-            if self._is_closing:
-                return
-            if is_whole:
-                unfreed -= {address for address in unfreed if self._free_older(address)}
 
     def _look_at_chain(self) -> None:
         """Take the list of the chain and the files of its base, if the list is another one than at the last look."""
@@ -521,63 +626,49 @@ class LogSender:
             return chain.base_of(logged)
         return () if logged.parent is None else chain.base_of(replace(logged, step=logged.first))
 
-    # Rank 0
 
-    def _is_whole(self) -> bool:
-        """Whether a replay can begin with what is held: each rank's start, by all holders of it that answer."""
-        runs, parities = dict[NetworkAddress, HeldRun](), dict[NetworkAddress, dict[ParityName, HeldParity]]()
-        for address in self._peers.addresses:
-            if self._is_closing:
-                return False
-            with suppress(CkptError), closing(Connection(address, self._credentials, "holder", _ASK_SECONDS)) as one:
-                run = piece_requests.list_run(one, self._run, with_pieces=False)
-                if self._peers.sets:
-                    known = parity_requests.list_parities(one, self._run, with_pieces=False)
-                    parities[address] = {parity.name: parity for parity in known}
-                runs[address] = run
-        return all(
-            self._is_start_held(rank, runs) and self._is_start_added(rank, parities) for rank in range(self._world)
-        )
+class SaveSender(Sender):
+    """Sends the file of a rank of a published save, and rank 0's the rest of the save and a list that names it.
 
-    def _is_start_held(self, rank: int, runs: Mapping[NetworkAddress, HeldRun]) -> bool:
-        host = self._peers.host_of(rank, self._world)
-        whole = self._peers.holders_of(host)
-        names = [(f"{self._segment.name}/{rank_file(rank)}", whole)]
-        if rank == 0:
-            names.append((chain_file.NAME, (*whole, *self._peers.parities_of(host)[: self._peers.parsed.spares])))
-        for name, hosts in names:
-            addresses = [self._peers.addresses[one] for one in hosts]
-            files = [runs[one].get(self._generation, {}).get(name) for one in addresses if one in runs]
-            if not files and not (self._peers.sets and name != chain_file.NAME):
-                return False
-            if any(file is None or not (file.starts or name == chain_file.NAME) for file in files):
-                return False
-        return True
+    Readers see a chain of one member, so they need to know nothing else.
+    """
 
-    def _is_start_added(self, rank: int, parities: Mapping[NetworkAddress, Mapping[ParityName, HeldParity]]) -> bool:
-        """Whether all parities of a rank that answer have its start, and those that do not may be lost."""
-        host, lane = self._peers.host_of(rank, self._world), self._peers.lane_of(rank, self._world)
-        for stream in (_ColumnStream(one, one.data.index(host)) for one in self._peers.sets_of(host)):
-            silent = [
-                one for one in (*stream.set.data, *stream.set.parities) if self._peers.addresses[one] not in parities
-            ]
-            if len(silent) > self._peers.parsed.spares:
-                return False
-            for row, one in enumerate(stream.set.parities):
-                name = replace(self._parity_of(stream, row), lane=lane)
-                if one not in silent:
-                    parity = parities[self._peers.addresses[one]].get(name)
-                    column = None if parity is None else parity.columns.get(stream.column)
-                    if column is None or not column.is_marked:
-                        return False
-        return True
+    def __init__(
+        self,
+        peers: Peers,
+        save: SentGeneration,
+        folder: Path,
+        rank: int,
+        member: Member | None,
+        say: Callable[[str, str], None],
+    ) -> None:
+        """Start at once.
 
-    def _free_older(self, address: NetworkAddress) -> bool:
-        """Free the older generations that a holder has. Returns whether it answered."""
-        with suppress(CkptError), closing(Connection(address, self._credentials, "holder", _ASK_SECONDS)) as one:
-            piece_requests.drop(one, self._run, self._created)
-            return True
-        return False
+        Args:
+            save: The generation that the save is; its main files are in the folder of the member.
+            folder: The save, a universal checkpoint that needs no other.
+            member: The member that the save is, which rank 0 sends as the only one; None on other ranks.
+            say: As of `Sender`.
+
+        Raises `CkptError`, and `OSError` if a file of the save is gone.
+        """
+        main = save.main_file(rank)
+        member_folder, _, own = main.partition("/")
+        names = [own]
+        if member is not None:
+            paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+            names += [path.name for path in paths]
+        files = {f"{member_folder}/{name}": _whole_file(folder / name, save.step) for name in names}
+        files[main].start_end = files[main].nbytes
+        if member is not None:
+            content = chain_file.dump(ChainIndex((replace(member, folder=member_folder),)))
+            files[chain_file.NAME] = _SentFile(folder, len(content), True, content, 1)
+        super().__init__(peers, save, rank, files, say)
+
+
+def _whole_file(path: Path, step: int) -> _SentFile:
+    """A file of a save, which belongs to its step from the first byte on. Raises `OSError` if it is gone."""
+    return _SentFile(path, path.stat().st_size, ends=[0], steps=[step])
 
 
 def _share(sizes: Mapping[str, int], world: int, rank: int) -> list[str]:

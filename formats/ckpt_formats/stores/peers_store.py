@@ -6,6 +6,7 @@ another holder is asked, then parity gives it, then the fallback: a folder or UR
 
 import json
 import random
+import re
 import time
 import weakref
 from bisect import bisect_left, bisect_right
@@ -40,6 +41,7 @@ T = TypeVar("T")
 
 SCHEME = "peers"
 CHAIN, LOG = "chain.json", ".ckg"
+_PACK = re.compile(r"[^/]+/packs/\d+\.safetensors")
 _SECONDS = 20.0
 """How long a holder may take for a connection, or an answer, before another is asked."""
 _BUSY_SECONDS = 5.0
@@ -166,7 +168,9 @@ class PeersStore(ListedStore):
 
     @property
     def is_whole(self) -> bool:
-        """Whether a replay can begin: the list of the chain is held, and the start of the log of every rank."""
+        """Whether a restore can begin: the list of the chain is held, and of every rank the start of the log, or all of
+        its file of a save.
+        """
         logs = self._logs
         is_started = bool(logs) and all(log.starts and log.world == len(logs) for log in logs)
         return CHAIN in self._files and is_started and self._has_base
@@ -202,7 +206,9 @@ class PeersStore(ListedStore):
 
     @property
     def _logs(self) -> list[HeldFile]:
-        return [file for name, file in self._files.items() if name.endswith(LOG)]
+        """The file of each rank: its log, or its pack of a save, which has no logs."""
+        logs = [file for name, file in self._files.items() if name.endswith(LOG)]
+        return logs or [file for name, file in self._files.items() if _PACK.fullmatch(name)]
 
     def level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
         """Nothing is known of what lies around the run."""

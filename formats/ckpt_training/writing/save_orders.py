@@ -42,6 +42,8 @@ class SaveSettings:
     slots: int
     seconds: float
     """How long to wait for another rank that makes no progress."""
+    peers: Mapping[str, Any] | None = None
+    """The fields of `ckpt.holding.peers.Peers`: whose memory gets each save, too; None: nobody's."""
 
     @property
     def path(self) -> Path:
@@ -60,7 +62,12 @@ def is_chain(target: Path) -> bool:
 
 def path_of_step(target: Path, step: int) -> Path | StorePath:
     """Return the path of the checkpoint that a save becomes."""
-    return target / (f"step-{step:010d}" if is_chain(target) else f"step-{step:08d}")
+    return target / (name_of_member(step) if is_chain(target) else f"step-{step:08d}")
+
+
+def name_of_member(step: int) -> str:
+    """Return the name of the folder that a save becomes in a chain."""
+    return f"step-{step:010d}"
 
 
 @dataclass(frozen=True)

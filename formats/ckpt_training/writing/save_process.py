@@ -32,6 +32,7 @@ from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.universal.boxes import RankPack, RankValues
 from ckpt_formats.universal.chain.chain_file import ChainIndex
 from ckpt_formats.universal.manifest import Manifest, Parent
+from ckpt_training.writing.peer_saves import PeerSaves
 from ckpt_training.writing.rank_notes import RankNotes, merged
 from ckpt_training.writing.ring import Ring
 from ckpt_training.writing.save_formats import Deltas, RankReceipt, SaveFile, format_of
@@ -87,6 +88,8 @@ class OpenSave:
     values: Path | None = None
     failure: str | None = None
     cpu: float = 0.0
+    manifest: Manifest | None = None
+    """What rank 0 has published, if that is universal."""
 
     def fail(self, error: Exception) -> None:
         """Note why the save cannot be complete. The first reason counts."""
@@ -115,6 +118,7 @@ class SaveWriter(OrderWriter):
         self._last: Future[None] | None = None
         self._then = None if settings.then is None or settings.rank else ThenJob(*settings.then)
         self._jobs = ThreadPoolExecutor(1)
+        self._peers = None if settings.peers is None else PeerSaves(settings, self._send)
         os.nice(_NICE)
         self._send("ready")
 
@@ -146,6 +150,8 @@ class SaveWriter(OrderWriter):
         for stage in self._unseen:
             stage.close(remove=True)
         self._jobs.shutdown(wait=True)
+        if self._peers is not None:
+            self._peers.close(is_orphan=os.getppid() != self._trainer)
 
     def _seconds(self) -> float:
         """How long to wait for another rank."""
@@ -235,6 +241,8 @@ class SaveWriter(OrderWriter):
             if self._settings.rank == 0:
                 self._give_up(save)
         published = outcome is not None and outcome.content is not None
+        if self._peers is not None and outcome is not None and outcome.held is not None:
+            self._peers.send(save.stage.target, save.step, outcome.held, save.manifest)
         self._remember(save, outcome)
         if self._settings.rank:
             save.stage.close()
@@ -332,7 +340,11 @@ class SaveWriter(OrderWriter):
             self._append(stage, manifest)
         else:
             stage.publish()
-        return SaveOutcome(assembled.content, "base" if manifest is None or manifest.parent is None else "delta")
+        held = None
+        if self._peers is not None and self._peers.takes(save.step):
+            held, save.manifest = time.time_ns(), manifest
+        kind = "base" if manifest is None or manifest.parent is None else "delta"
+        return SaveOutcome(assembled.content, kind, held=held)
 
     def _append(self, stage: StagedSave, manifest: Manifest) -> None:
         """Publish a save as the last member of the chain."""

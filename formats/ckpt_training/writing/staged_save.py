@@ -49,6 +49,8 @@ class SaveOutcome:
     """`base` or `delta`."""
     error: str | None = None
     """Why nothing was published."""
+    held: int | None = None
+    """When a save was published that all ranks send to the memory of peers, in nanoseconds since 1970; None: none."""
 
 
 @dataclass(eq=False)

@@ -1,0 +1,74 @@
+"""Published saves, in the memory of other hosts, too: each is sent in the background by the process that wrote it."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ckpt.chains.write import member_of
+from ckpt.holding.peers import HELD, Peers
+from ckpt.holding.sender import SaveSender, SentGeneration
+from ckpt_formats.core.errors import CkptError
+from ckpt_formats.universal.manifest import Manifest, pack_file
+from ckpt_training.writing.save_orders import SaveSettings, name_of_member
+from ckpt_training.writing.trainer_messages import reason_of
+
+_CLOSE_SECONDS, _ORPHAN_SECONDS = 2.0, 60.0
+"""How long the end waits until the holders have the last save, and how long if the trainer has ended."""
+
+
+class PeerSaves:
+    """Sends a rank's part of each save to its holders, one save at a time, so that each becomes whole there."""
+
+    def __init__(self, settings: SaveSettings, send: Callable[[str], None]) -> None:
+        """`send`: sends a line to the trainer."""
+        self._settings, self._send = settings, send
+        self._peers = Peers(**settings.peers or {})
+        self._sender: SaveSender | None = None
+        self._step, self._begun_at = 0, 0.0
+
+    def takes(self, step: int) -> bool:
+        """Return whether rank 0 lets all ranks send this save; else it says what is still on its way.
+
+        An earlier save has so long as a rank may take for a save, until a newer one is sent in its place.
+        """
+        if self._sender is None or self._sender.is_whole:
+            return True
+        if time.monotonic() - self._begun_at > self._settings.seconds:
+            return True
+        for state in self._sender.states:
+            if state.text == HELD:
+                reason = f"step {step} is not sent, because other hosts do not hold all of step {self._step} yet"
+                self._say(str(state.address), reason)
+        return False
+
+    def send(self, save: Path, step: int, created: int, manifest: Manifest | None) -> None:
+        """Send this rank's part of a published save from now on, in the background.
+
+        `created`: when it was published; `manifest`: of the save, for rank 0.
+        """
+        self.close(is_orphan=False, seconds=0.0)
+        rank = self._settings.rank
+        generation = SentGeneration(
+            self._peers.run or self._settings.path.name,
+            f"{self._settings.token}-{step}",
+            created,
+            self._settings.ranks,
+            lambda rank: f"{name_of_member(step)}/{pack_file(rank)}",
+            step,
+        )
+        try:
+            member = None if manifest is None else member_of(save, manifest, step)
+            self._sender = SaveSender(self._peers, generation, save, rank, member, self._say)
+        except (CkptError, OSError) as error:  # such as a token file that cannot be read: the save is published
+            for host in self._peers.holders_of(self._peers.host_of(rank, self._settings.ranks)):
+                self._say(str(self._peers.addresses[host]), reason_of(error))
+        self._step, self._begun_at = step, time.monotonic()
+
+    def close(self, *, is_orphan: bool, seconds: float = _CLOSE_SECONDS) -> None:
+        """End, once the holders that answer have what was sent, but wait so many seconds at most."""
+        if self._sender is not None:
+            self._sender.close(_ORPHAN_SECONDS if is_orphan else seconds)
+            self._sender = None
+
+    def _say(self, address: str, state: str) -> None:
+        self._send(f"peer {address} {' '.join(state.split())[:500]}")
