@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_formats.core.gc_pause import gc_paused
 
 if TYPE_CHECKING:
+    from ckpt.holding.peers import Peers
     from ckpt_training.dcp.reader import CkptReader
     from ckpt_training.dcp.writer import CkptWriter
     from ckpt_training.engines.huggingface import HuggingFaceSaver
@@ -24,6 +25,7 @@ __all__ = [
     "HuggingFaceSaver",
     "LightningSaver",
     "Loaded",
+    "Peers",
     "PublishResult",
     "Publisher",
     "PublisherWarning",
@@ -36,20 +38,21 @@ __all__ = [
 ]
 
 _MODULES = {
-    "CkptReader": "dcp.reader",
-    "CkptWriter": "dcp.writer",
-    "HuggingFaceSaver": "engines.huggingface",
-    "LightningSaver": "engines.lightning",
-    "Loaded": "loading",
-    "PublishResult": "publisher",
-    "Publisher": "publisher",
-    "PublisherWarning": "publisher",
-    "SaveHandle": "saver",
-    "SaveResult": "saver",
-    "Saver": "saver",
-    "SaverWarning": "saver",
-    "load": "loading",
-    "load_file": "inference",
+    "CkptReader": "ckpt_training.dcp.reader",
+    "CkptWriter": "ckpt_training.dcp.writer",
+    "HuggingFaceSaver": "ckpt_training.engines.huggingface",
+    "LightningSaver": "ckpt_training.engines.lightning",
+    "Loaded": "ckpt_training.loading",
+    "Peers": "ckpt.holding.peers",
+    "PublishResult": "ckpt_training.publisher",
+    "Publisher": "ckpt_training.publisher",
+    "PublisherWarning": "ckpt_training.publisher",
+    "SaveHandle": "ckpt_training.saver",
+    "SaveResult": "ckpt_training.saver",
+    "Saver": "ckpt_training.saver",
+    "SaverWarning": "ckpt_training.saver",
+    "load": "ckpt_training.loading",
+    "load_file": "ckpt_training.inference",
 }
 
 
@@ -57,4 +60,4 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with gc_paused():  # else Python searches all objects of torch for garbage while it makes these classes
-        return getattr(import_module(f"ckpt_training.{_MODULES[name]}"), name)
+        return getattr(import_module(_MODULES[name]), name)

@@ -14,6 +14,8 @@ from ckpt_training.writing.trainer_messages import reason_of
 
 _CLOSE_SECONDS, _ORPHAN_SECONDS = 2.0, 60.0
 """How long the end waits until the holders have the last save, and how long if the trainer has ended."""
+_WHOLE_SECONDS = 2.0
+"""How long to wait until it is known that the holders have what all ranks have sent."""
 
 
 class PeerSaves:
@@ -31,9 +33,14 @@ class PeerSaves:
 
         An earlier save has so long as a rank may take for a save, until a newer one is sent in its place.
         """
-        if self._sender is None or self._sender.is_whole:
+        if self._sender is None:
             return True
-        if time.monotonic() - self._begun_at > self._settings.seconds:
+        deadline = time.monotonic() + _WHOLE_SECONDS
+        while not self._sender.is_whole and time.monotonic() < deadline:
+            if any(state.text != HELD for state in self._sender.states):
+                break
+            time.sleep(0.05)
+        if self._sender.is_whole or time.monotonic() - self._begun_at > self._settings.seconds:
             return True
         for state in self._sender.states:
             if state.text == HELD:
@@ -56,11 +63,14 @@ class PeerSaves:
             lambda rank: f"{name_of_member(step)}/{pack_file(rank)}",
             step,
         )
+        hosts = self._peers.holders_of(self._peers.host_of(rank, self._settings.ranks))
+        for host in hosts:
+            self._say(str(self._peers.addresses[host]), f"gets step {step}")
         try:
             member = None if manifest is None else member_of(save, manifest, step)
             self._sender = SaveSender(self._peers, generation, save, rank, member, self._say)
         except (CkptError, OSError) as error:  # such as a token file that cannot be read: the save is published
-            for host in self._peers.holders_of(self._peers.host_of(rank, self._settings.ranks)):
+            for host in hosts:
                 self._say(str(self._peers.addresses[host]), reason_of(error))
         self._step, self._begun_at = step, time.monotonic()
 
