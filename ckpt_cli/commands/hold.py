@@ -16,5 +16,7 @@ def hold(options: "HoldOptions", as_json: bool) -> None:
 
     if options.status is not None:
         hold.show_status(options.status, as_json)
+    elif options.free is not None:
+        hold.free(options.free, as_json)
     else:
         hold.hold(options, as_json)

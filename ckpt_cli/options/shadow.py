@@ -35,10 +35,13 @@ class ListenOptions:
 
 @dataclass(frozen=True)
 class HoldOptions:
-    """How much a holder may hold and where it listens; or the address of the one whose status is shown."""
+    """How much a holder may hold and where it listens; or what other holders are asked for."""
 
     memory: int | None
     status: str | None
+    """The address of the one whose status is shown."""
+    free: str | None
+    """The address of a run that is freed."""
     listening: ListenOptions
 
 
@@ -135,11 +138,12 @@ def hold_options(command: F) -> F:
     """The options of `hold`; the command gets them as `HoldOptions`."""
 
     @wraps(command)
-    def wrapper(*args: Any, memory: int | None, status: str | None, **arguments: Any) -> Any:
+    def wrapper(*args: Any, memory: int | None, status: str | None, free: str | None, **arguments: Any) -> Any:
         listening = _listening(arguments)
-        options = HoldOptions(memory, status, listening)
-        if (status is None) == (memory is None or listening.listen is None):
-            raise click.UsageError("hold needs --memory and --listen, or only --status.")
+        options = HoldOptions(memory, status, free, listening)
+        holds = memory is not None and listening.listen is not None
+        if holds + (status is not None) + (free is not None) != 1:
+            raise click.UsageError("hold needs --memory and --listen, or only --status, or only --free.")
         return command(*args, options=options, **arguments)
 
     listening = _listening_options(
@@ -153,6 +157,11 @@ def hold_options(command: F) -> F:
             listening,
             click.option("--memory", type=SizeType(), metavar="SIZE", help="The most memory that pieces may take."),
             click.option("--status", metavar="HOST:PORT", help="Show what the holder at this address has, and end."),
+            click.option(
+                "--free",
+                metavar="peers://HOST:PORT,.../RUN",
+                help="Free all that these holders have of a run that has ended, and end. Nothing in files changes.",
+            ),
             group="Work",
         ),
     )

@@ -8,10 +8,12 @@ from ckpt_cli.options.shadow import HoldOptions
 from ckpt_cli.reading import shadow_credentials
 from ckpt_cli.views.report import conclude, data, say
 from ckpt_cli.views.shadow import print_event, show_address, stopped_by_signals, tls
+from ckpt_formats.core.errors import IncompleteError
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.stores import piece_requests
 from ckpt_formats.stores.address import parse_address
 from ckpt_formats.stores.connection import Connection
+from ckpt_formats.stores.freed_runs import free_run
 
 
 def hold(options: HoldOptions, as_json: bool) -> None:
@@ -29,6 +31,30 @@ def hold(options: HoldOptions, as_json: bool) -> None:
         print_event({"event": "stopped"})
     else:
         say("stopped: what was held is gone")
+
+
+def free(url: str, as_json: bool) -> None:
+    """Let holders free a run, and show how much each had of it.
+
+    Raises `InvalidArgumentError` for another address, `NotFoundError` if nobody who answers has the run, and
+    `IncompleteError` if a holder does not answer: it may still have the run.
+    """
+    freed = free_run(url, shadow_credentials())
+    silent = {str(one.address): one.error.what for one in freed if one.error is not None}
+    nbytes = {str(one.address): one.nbytes for one in freed if one.error is None}
+    if as_json:
+        data({"run": url, "freed": nbytes, "silent": silent})
+    else:
+        for address, count in nbytes.items():
+            say(f"{printable(address)}: freed {format_nbytes(count)}")
+        for address, reason in silent.items():
+            say(f"{printable(address)}: {printable(reason)}")
+    if silent:
+        raise IncompleteError(
+            f"{len(silent)} holders do not answer, and may still have the run", where=url, hint="Run it again."
+        )
+    if not as_json:
+        conclude(f"freed {format_nbytes(sum(nbytes.values()))} of {printable(url)}")
 
 
 def show_status(address: str, as_json: bool) -> None:

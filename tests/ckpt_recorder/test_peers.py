@@ -472,3 +472,26 @@ def test_a_job_loads_the_last_segment_and_the_older_one_is_freed(tmp_path: Path)
     assert torch.equal(model.weight, other.weight)
     for host in hosts:
         host.holder.close()
+
+
+def test_hold_frees_a_run_everywhere_and_says_which_holder_does_not_answer() -> None:
+    hosts = [Host.start() for _ in range(2)]
+    for number, host in enumerate(hosts):
+        for run_name in ("ended", "other"):
+            name = PieceName(run_name, "generation", "chain.json", 0)
+            content = b"0" * (1000 + number)
+            piece = SentPiece(name, piece_requests.digest_of(content), 1, False, True, 1, 1 << 40)
+            with closing(host.connection()) as connection:
+                piece_requests.store(connection, piece, content)
+    done = ckpt("hold", "--free", url_of(hosts, "ended"), "--json")
+    assert json.loads(done.out)["freed"] == {hosts[0].address: 1000, hosts[1].address: 1001}
+    assert [[one.run for one in host.pieces.status] for host in hosts] == [["other"], ["other"]]
+    again = ckpt("hold", "--free", url_of(hosts, "ended"))
+    assert (again.code, "no holder has a run ended" in again.err) == (10, True)
+    hosts[1].holder.close()
+    partly = ckpt("hold", "--free", url_of(hosts, "other"))
+    assert (partly.code, "1 holders do not answer" in partly.err) == (20, True)
+    assert f"{hosts[1].address}: no holder can be reached" in partly.out + partly.err
+    assert not hosts[0].pieces.status
+    assert ckpt("hold", "--free", f"{hosts[0].address}/other").code == 2
+    hosts[0].holder.close()

@@ -129,7 +129,7 @@ def test_a_save_replaces_the_one_before_only_when_it_is_whole_and_a_holder_that_
             wait_until(lambda: any("may use" in one for one in saver.peers.values()))
             wait_until(lambda: saver.peers[addresses[1]] == HELD)
             # The holder that is full has step 10 as it was, so the other one frees nothing.
-            assert [one.generations for held in pieces for one in held.status] == [2, 1]
+            assert [one.generations for memory in pieces for one in memory.status] == [2, 1]
             assert steps() == [20, 10]
             saver.save(30).wait(SECONDS)
             wait_until(lambda: "step 30 is not sent" in saver.peers[addresses[1]])
@@ -137,7 +137,7 @@ def test_a_save_replaces_the_one_before_only_when_it_is_whole_and_a_holder_that_
         pieces[2].memory = 1 << 24
         with Saver(job.model, job.optimizer, tmp_path / "run", peers=Peers(addresses)) as saver:
             saver.save(40).wait(SECONDS)
-            wait_until(lambda: [one.generations for held in pieces for one in held.status] == [1, 1])
+            wait_until(lambda: [one.generations for memory in pieces for one in memory.status] == [1, 1])
         (tmp_path / "run").rename(tmp_path / "lost")
         assert load(f"peers://{addresses[2]}/run", other.model, other.optimizer).step == 40
         assert torch.equal(other.model.weight, job.model.weight)
@@ -159,5 +159,5 @@ def test_a_save_replaces_the_one_before_only_when_it_is_whole_and_a_holder_that_
 def test_saver_refuses_peers_for_what_they_cannot_hold(options: dict[str, Any], tmp_path: Path) -> None:
     job = Job()
     options = {"peers": Peers(["a:1", "b:1", "c:1"]), **options}
-    with pytest.raises(UnsupportedError, match="held as copies|memory of peers"):
+    with pytest.raises(UnsupportedError, match=r"held as copies|memory of peers"):
         Saver(job.model, job.optimizer, tmp_path / options.pop("target"), **options)

@@ -123,7 +123,7 @@ class HeldPieces:
             raise NoSpaceError(
                 f"the holder may use {format_nbytes(self.memory)}, and would need {format_nbytes(needed)}",
                 hint="Start it with more --memory, or store bases more often: the log before them is freed. "
-                "Runs that have ended stay until it is started again.",
+                "`ckpt hold --free` frees runs that have ended.",
             )
 
     def parities(self, run: str, with_pieces: bool = True) -> list[HeldParity]:

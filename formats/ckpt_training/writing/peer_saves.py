@@ -26,7 +26,7 @@ class PeerSaves:
         self._settings, self._send = settings, send
         self._peers = Peers(**settings.peers or {})
         self._sender: SaveSender | None = None
-        self._step, self._begun_at = 0, 0.0
+        self._step, self._start = 0, 0.0
 
     def takes(self, step: int) -> bool:
         """Return whether rank 0 lets all ranks send this save; else it says what is still on its way.
@@ -40,7 +40,7 @@ class PeerSaves:
             if any(state.text != HELD for state in self._sender.states):
                 break
             time.sleep(0.05)
-        if self._sender.is_whole or time.monotonic() - self._begun_at > self._settings.seconds:
+        if self._sender.is_whole or time.monotonic() - self._start > self._settings.seconds:
             return True
         for state in self._sender.states:
             if state.text == HELD:
@@ -72,7 +72,7 @@ class PeerSaves:
         except (CkptError, OSError) as error:  # such as a token file that cannot be read: the save is published
             for host in hosts:
                 self._say(str(self._peers.addresses[host]), reason_of(error))
-        self._step, self._begun_at = step, time.monotonic()
+        self._step, self._start = step, time.monotonic()
 
     def close(self, *, is_orphan: bool, seconds: float = _CLOSE_SECONDS) -> None:
         """End, once the holders that answer have what was sent, but wait so many seconds at most."""

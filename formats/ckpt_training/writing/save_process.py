@@ -241,8 +241,8 @@ class SaveWriter(OrderWriter):
             if self._settings.rank == 0:
                 self._give_up(save)
         published = outcome is not None and outcome.content is not None
-        if self._peers is not None and outcome is not None and outcome.held is not None:
-            self._peers.send(save.stage.target, save.step, outcome.held, save.manifest)
+        if self._peers is not None and outcome is not None and outcome.sent_at is not None:
+            self._peers.send(save.stage.target, save.step, outcome.sent_at, save.manifest)
         self._remember(save, outcome)
         if self._settings.rank:
             save.stage.close()
@@ -340,11 +340,11 @@ class SaveWriter(OrderWriter):
             self._append(stage, manifest)
         else:
             stage.publish()
-        held = None
+        sent_at = None
         if self._peers is not None and self._peers.takes(save.step):
-            held, save.manifest = time.time_ns(), manifest
+            sent_at, save.manifest = time.time_ns(), manifest
         kind = "base" if manifest is None or manifest.parent is None else "delta"
-        return SaveOutcome(assembled.content, kind, held=held)
+        return SaveOutcome(assembled.content, kind, sent_at=sent_at)
 
     def _append(self, stage: StagedSave, manifest: Manifest) -> None:
         """Publish a save as the last member of the chain."""

@@ -49,7 +49,7 @@ class SaveOutcome:
     """`base` or `delta`."""
     error: str | None = None
     """Why nothing was published."""
-    held: int | None = None
+    sent_at: int | None = None
     """When a save was published that all ranks send to the memory of peers, in nanoseconds since 1970; None: none."""
 
 
