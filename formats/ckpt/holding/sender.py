@@ -204,6 +204,7 @@ class Sender:
         self._files = files
         self._changed, self._is_closing, self._changes = threading.Condition(), False, 0
         self._cutting = threading.Lock()  # not `_changed`: the writer of the log never waits for a read of a file
+        self._seen: tuple[int, ...] = ()  # the list of the chain, at the last look
         self.is_whole = False
         host = peers.host_of(rank, self._world)
         self._lane = peers.lane_of(rank, self._world)
@@ -535,7 +536,7 @@ class LogSender(Sender):
         Raises `CkptError` if the layout of the segment cannot be read.
         """
         layout = layouts.load(segment / layouts.NAME)
-        self._segment, self._seen = segment, tuple[int, ...]()
+        self._segment = segment
         files: dict[str, _SentFile] = {}
         status = (segment / layouts.NAME).stat()
         if rank == 0:
