@@ -402,6 +402,23 @@ def test_repair_removes_no_only_copy_of_a_block_of_a_file_that_it_cannot_repair(
     assert contents_of(root) == whole
 
 
+def test_repair_leaves_no_block_beside_a_file_that_parity_computes(tmp_path: Path) -> None:
+    root, block = tmp_path / "run", 1 << 20
+    fill(root, {"a": os.urandom(9), "b": os.urandom(block + 9), "c": os.urandom(block + 9)})
+    ckpt.protect(root, 2, resources=TWO)
+    whole = contents_of(root)
+    for name in "abc":  # too many of the first stripe, not of the second one
+        (root / name).unlink()
+    (root / ".b.ckpt-repaired").write_bytes(bytes(block) + whole["b"][block:])  # of a repair that was killed
+    lost = {"a": ((0, 9),), "b": ((0, block),), "c": ((0, block),)}
+    assert ranges_of(ckpt.repair(root, resources=TWO)) == lost
+    assert contents_of(root).keys() == whole.keys() - {*"abc"}
+
+    (root / ".b.ckpt-repaired").write_bytes(whole["b"])  # with which parity computes the others
+    assert not ckpt.repair(root, resources=TWO).unrepairable
+    assert contents_of(root) == whole
+
+
 def test_repair_replaces_no_file_that_is_written_meanwhile(tmp_path: Path) -> None:
     root = tmp_path / "run"
     fill(root, {name: os.urandom(99) for name in "abc"})

@@ -157,8 +157,8 @@ def find_damage(
 
     look(bad - elsewhere.keys(), lambda path: [leftover(path)])
     # Copies may be far away: of them, only what parity cannot replace is read.
-    look(list(_too_many(folder, bad - elsewhere.keys())), lambda path: _copies(folder, path, others))
-    return Damage(folder, bad, elsewhere, frozenset(_too_many(folder, bad - elsewhere.keys())), lengths)
+    look(list(too_many(folder, bad - elsewhere.keys())), lambda path: _copies(folder, path, others))
+    return Damage(folder, bad, elsewhere, frozenset(too_many(folder, bad - elsewhere.keys())), lengths)
 
 
 def _copies(folder: ProtectedFolder, path: Path, others: Sequence[Path]) -> Iterator[Path]:
@@ -249,7 +249,7 @@ def _misplaced(
             yield at, folder.place(other)
 
 
-def _too_many(folder: ProtectedFolder, bad: Iterable[BlockAddress]) -> Iterator[BlockAddress]:
+def too_many(folder: ProtectedFolder, bad: Iterable[BlockAddress]) -> Iterator[BlockAddress]:
     """The bad blocks of stripes of which more are bad than there are parities."""
     stripes = defaultdict[tuple[int, int], list[BlockAddress]](list)
     for at in bad:

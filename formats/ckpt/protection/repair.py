@@ -22,6 +22,7 @@ from ckpt.protection.damage import (
     file_nbytes,
     find_damage,
     nbytes_to_scan,
+    too_many,
 )
 from ckpt.protection.protect import REPAIRED, locked, scratch_for
 from ckpt_codecs.base import Array
@@ -278,7 +279,10 @@ def _write(
         except FileExistsError:
             hint = "Repair it when nothing writes it."
             raise CorruptError("was written during the repair", where=final, hint=hint) from None
-    stay = homeless | {path for path in unrepairable if _repaired(path) in leftovers}
+    # Without what an interrupted repair has left, parity computes the blocks of a stripe in which not too many are bad.
+    remaining = too_many(folder, [at for at in damage.bad if folder.place(at).path in unrepairable])
+    needed = leftovers & {damage.elsewhere[at].path for at in remaining if at in damage.elsewhere}
+    stay = homeless | {path for path in unrepairable if _repaired(path) in needed}
     for path in lengths.keys() - stay:
         for leftover in (_repaired(path), _repaired(_repaired(path))):
             if _is_there(leftover):
