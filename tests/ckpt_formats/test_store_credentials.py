@@ -183,7 +183,12 @@ def test_urls_of_other_tools_name_the_same_places(
 ) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "mine")
     opened: list[tuple[str, str]] = []
-    monkeypatch.setattr("ckpt_formats.stores.object_store.open_store", lambda url, key, _: opened.append((url, key)))
+
+    def open_store(url: str, key: str, _: object) -> Path:
+        opened.append((url, key))
+        return Path(key)
+
+    monkeypatch.setattr("ckpt_formats.stores.object_store.open_store", open_store)
     path_of(url)
     assert opened == [expected]
     assert location.is_url(url)
