@@ -21,8 +21,9 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.tensor import Array, Tensor, read
+from ckpt_formats.core.tensor import Array, ArrayBlob, Tensor, read
 from ckpt_formats.core.value_changes import totals
+from ckpt_formats.engines.orbax.tree import find_model, path_of
 from ckpt_formats.names.config import CONFIG, configured_model
 from ckpt_formats.names.packings import stored_shape
 from ckpt_formats.names.scanned import ALL, scan_of
@@ -230,6 +231,25 @@ def test_balance_biases_are_read_where_each_version_of_maxtext_has_them(tmp_path
         assert {key: value for key, value in contents(back).items() if key in expected} == expected
         ckpt.save(opened, tmp_path / f"{place} again", "orbax")
         assert json.loads((tmp_path / f"{place} again" / "_METADATA").read_text())["tree_metadata"] == keys
+    ckpt.save(ckpt.open(tmp_path / "nnx_aux.model.decoder").weights_only(), tmp_path / "weights", "orbax")
+    weights = json.loads((tmp_path / "weights" / "_METADATA").read_text())["tree_metadata"]
+    assert weights.keys() == keys.keys() - {"('step',)"}
+
+
+@pytest.mark.parametrize(
+    "more", ["params.other", "params.params.MoEBiasVar.b", "params.params", "params.params.MoEBiasVar.a"]
+)
+def test_collections_are_part_of_all_names_where_some_would_not_tell_theirs(more: str) -> None:
+    paths = [tuple(name.split(".")) for name in ("params.params.a", "params.MoEBiasVar.a")]
+    array = Tensor.of(ArrayBlob(np.zeros(2, np.float32)))
+    found = find_model({}, dict.fromkeys(paths, array))
+    assert found is not None
+    assert [*found.names.values()] == ["a", "MoEBiasVar.a"]
+    paths.append(tuple(more.split(".")))
+    found = find_model({}, dict.fromkeys(paths, array))
+    assert found is not None
+    assert not found.has_collections
+    assert [(*found.prefix, *path_of(name, ".", False)) for name in found.names.values()] == paths
 
 
 @pytest.mark.parametrize(

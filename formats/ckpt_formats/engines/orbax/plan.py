@@ -145,6 +145,8 @@ def tree_of(source: Checkpoint) -> WrittenTree:
     tree = WrittenTree()
     own = [parameter for parameter in source.parameters.values() if parameter.role != "extra"]
     layout = layout or (_maxtext_layout(source) if _MAXTEXT in source.parameters else {})
+    if not any(set(one.states) - {MODEL, MASTER} for one in own):
+        layout = {**layout, "auxiliary": False}  # weights alone are where the converter of MaxText has them
     prefix = tuple(layout.get("params", ["params"]))
     separator = layout.get("separator", ".")
     sequences = dict(item.rsplit(":", 1) for item in layout.get("sequences", []))
@@ -180,8 +182,7 @@ def _maxtext_layout(source: Checkpoint) -> dict[str, Value]:
     """Where a `TrainState` of MaxText has its parameters: in a collection, beside which there may be others."""
     if not any(name.startswith(f"{BIASES}.") for name in source.parameters):
         return {"params": [PARAMETERS, PARAMETERS]}
-    is_training = any(set(one.states) - {MODEL, MASTER} for one in source.parameters.values())
-    return {"params": [PARAMETERS], "collections": True, "auxiliary": is_training}
+    return {"params": [PARAMETERS], "collections": True, "auxiliary": True}
 
 
 def json_items(source: Checkpoint) -> dict[str, Value]:

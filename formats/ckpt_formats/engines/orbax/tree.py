@@ -69,11 +69,12 @@ def find_model(leaves: Mapping[Path, Leaf], arrays: Mapping[Path, Tensor]) -> Mo
         prefix = (*prefix, "params")
     below = [path[len(prefix) :] for path in inside]
     separator = _separator(below)
-    heads = {path[0] for path in below if len(path) > 1}
-    if heads == {PARAMETERS, BIASES}:
-        names = {path: separator.join(path[path[0] == PARAMETERS :]) for path in below}
-        if len(set(names.values())) == len(below):
-            return ModelPart(prefix, names, separator, True)
+    # Where names would not tell the collection, it is part of all of them.
+    is_stated = all(len(path) > 1 and path[:2] != (PARAMETERS, BIASES) for path in below)
+    if is_stated and {path[0] for path in below} == {PARAMETERS, BIASES}:
+        return ModelPart(
+            prefix, {path: separator.join(path[path[0] == PARAMETERS :]) for path in below}, separator, True
+        )
     return ModelPart(prefix, {path: separator.join(path) for path in below}, separator)
 
 
