@@ -18,7 +18,8 @@ from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.seals import Seal, crc32
 from ckpt_formats.core.tensor import Array, Blob, FileBlob
 
-_MAX_WINDOW = 1 << 27
+MAX_WINDOW = 1 << 27
+"""Bytes of the window of a frame of zstd that is decoded as a stream: what the highest level takes."""
 _EDGE = 1 << 16
 _STEP = 1 << 20
 _MAX_CURSORS = 8
@@ -208,14 +209,14 @@ class Source:
         return bytes(out)
 
 
-def zstd_decoder(source: Source) -> Decoder:
-    """A decoder of frames of zstd. Raises `UnsupportedError` if zstandard is not installed."""
+def zstd_decoder(source: Source, max_window: int = MAX_WINDOW) -> Decoder:
+    """A decoder of frames of zstd with windows of limited size. Raises `UnsupportedError` if zstandard is missing."""
     try:
         import zstandard
     except ImportError:
         message, hint = "the item is compressed by zstd", "Install the package `zstandard`."
         raise UnsupportedError(message, where=source.path, hint=hint) from None
-    decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+    decoder = zstandard.ZstdDecompressor(max_window_size=max_window)
     stream: Any = decoder.stream_reader(source, read_across_frames=True)  # type: ignore[arg-type]
     return _ZstdDecoder(stream, zstandard.ZstdError, source.path)
 

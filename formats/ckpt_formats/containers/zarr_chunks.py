@@ -7,6 +7,7 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -14,7 +15,14 @@ from threading import Lock
 
 import numpy as np
 
-from ckpt_formats.containers.compressed_range import DecompressedBlob, Frame, Source, zstd_decoder
+from ckpt_formats.containers.compressed_range import (
+    MAX_WINDOW,
+    DecompressedBlob,
+    Frame,
+    OpenDecoder,
+    Source,
+    zstd_decoder,
+)
 from ckpt_formats.containers.crc32c import crc32c
 from ckpt_formats.containers.ocdbt import ValueRange
 from ckpt_formats.containers.zarr import ArrayLayout, ChunkEncoding
@@ -34,10 +42,10 @@ anew for each block."""
 _MAX_INLINE = 1 << 28
 """Bytes to which a chunk in the database itself may decode, if it is compressed. Writers store up to a few kB there."""
 _MAX_FRAMES = 64
-_MAX_WINDOW = 1 << 27
-"""Bytes of the window of a frame of zstd that is decoded as a stream: what the highest level takes."""
 _SMALL_WINDOW = 1 << 23
 """Bytes of the window that a frame may have, however short its chunk is: what the highest usual level takes."""
+_LEAST_WINDOW = 1 << 21
+"""Bytes of a window that are counted for each stream, even if its first frame states a smaller one."""
 _MAX_WINDOWS = 1 << 28
 """Bytes of the windows of all streams that are kept open."""
 _MAX_FRAME_HEADER = 18
@@ -52,11 +60,26 @@ class ChunkFrame(Frame):
     def __init__(self, path: Path, place: ValueRange, length: int, compression: str, reader: Reader) -> None:
         offset, nbytes = place.offset, place.nbytes
         self.path, self.offset, self.nbytes, self.length = path, offset, nbytes, length
-        self.window = _window(path, place, reader) if compression == "zstd" else 1 << zlib.MAX_WBITS
+        self.window = 1 << zlib.MAX_WBITS
+        """The most bytes that one stream keeps of what it has decoded."""
+        self._open: OpenDecoder = _GzipDecoder
+        if compression == "zstd":
+            # Further frames of the chunk may take no more than is counted for the first.
+            self.window = max(_window(path, place, reader), _LEAST_WINDOW)
+            self._open = partial(zstd_decoder, max_window=self.window)
         self.seal = None
-        self._open = zstd_decoder if compression == "zstd" else _GzipDecoder
         self._cursors, self._lock = [], Lock()
         self._head, self._tail, self.crc = b"", b"", 0
+
+    @property
+    def open_nbytes(self) -> int:
+        """The bytes of the windows of all streams that are kept open; at least that of one."""
+        return self.window * max(1, len(self._cursors))
+
+    def keep_one(self) -> None:
+        """Keep one stream only: the one that was read last."""
+        with self._lock:
+            self._cursors = self._cursors[-1:]
 
 
 class _GzipDecoder:
@@ -100,11 +123,18 @@ class ChunkReader:
         frame = self._frames.get(place)
         if frame is None:
             frame = ChunkFrame(self.path(place.file), place, length, compression, reader)
-            windows = sum(one.window for one in list(self._frames.values()))
-            if len(self._frames) >= _MAX_FRAMES or windows + frame.window > _MAX_WINDOWS:
+            if len(self._frames) >= _MAX_FRAMES or self._least_nbytes() + frame.window > _MAX_WINDOWS:
                 self._frames.clear()
             self._frames[place] = frame
+        opened = list(self._frames.values())
+        if sum(one.open_nbytes for one in opened) > _MAX_WINDOWS:
+            for one in opened:
+                one.keep_one()
         return frame
+
+    def _least_nbytes(self) -> int:
+        """The bytes of the windows if each frame keeps one stream."""
+        return sum(one.window for one in list(self._frames.values()))
 
     def index(self, place: ValueRange, layout: ArrayLayout, data: bytes | None) -> Array:
         """The offset and length of each chunk in a shard, (chunks, 2) uint64; `data` has its bytes if they are in no
@@ -232,6 +262,9 @@ class ChunkBlob(Blob):
             ArrayBlob(np.frombuffer(data, self.dtype).reshape(shape)).crop(part).read_into(out, reader)
             return
         path = self.reader.path(value.file)
+        if value.nbytes < trailer:
+            text = f"chunk {printable(self.label)} has {value.nbytes} bytes, fewer than its checksum"
+            raise CorruptError(text, where=path)
         stored = FileBlob.packed(path, value.offset, shape, self.dtype)
         if codec.compression is None:
             if value.nbytes != length + trailer:
@@ -286,7 +319,7 @@ def _window(path: Path, place: ValueRange, reader: Reader) -> int:
         window = zstandard.get_frame_parameters(bytes(header)).window_size
     except zstandard.ZstdError as error:
         raise CorruptError(f"a chunk cannot be decoded: {error}", where=path) from None
-    if window > _MAX_WINDOW:
+    if window > MAX_WINDOW:
         raise _too_large_a_window(window, path)
     return window
 
