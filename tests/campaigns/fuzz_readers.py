@@ -457,8 +457,30 @@ def _orbax(folder: Path) -> list[Target]:
         (place / "old" / "params.b" / "0").write_bytes(bytes(8))
         commands(place / "old")
 
+    listed = [
+        {"path": f"{part}/{name}", "shape": [2], "dtype": "float32"}
+        for part, name in (("model", "w"), ("tx", "0/mu/w"))
+    ]
+    by_index = {
+        "index": {"format": "tensorstore", "prefixes": {"model": listed[:1], "tx": listed[1:]}},
+        "layouts": {
+            one["path"]: {"zarr_format": 2, "shape": [2], "chunks": [2], "dtype": "<f4", "compressor": None}
+            for one in listed
+        },
+    }
+
+    def indexed(seed: Any, place: Path) -> None:
+        path = place / "run-3"
+        for name in ("model/w", "tx/0/mu/w"):
+            (path / name).mkdir(parents=True)
+            (path / name / "0").write_bytes(bytes(8))
+            (path / name / ".zarray").write_text(json.dumps(_dict(_dict(seed).get("layouts")).get(name)))
+        (path / "tensorstore_index.json").write_text(json.dumps(_dict(seed).get("index")))
+        commands(path)
+
     return [
         Target("orbax", seeds, change, tree),
+        Target("orbax-index", [by_index], changed_tree, indexed),
         Target("ocdbt", [(name, parts[name]) for name in sorted(parts)], change_part, node),
         Target("aggregate", [inner], changed_bytes, aggregate),
     ]

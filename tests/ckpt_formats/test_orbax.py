@@ -26,11 +26,14 @@ from ckpt_formats.containers import ocdbt
 from ckpt_formats.containers.crc32c import crc32c
 from ckpt_formats.containers.ocdbt import MANIFEST, MANIFEST_MAGIC, NODE_MAGIC, ValueRange, read_database
 from ckpt_formats.containers.ocdbt_write import database, file_table, framed, keys_of, varint
+from ckpt_formats.containers.zarr import ArrayLayout, ChunkEncoding
+from ckpt_formats.containers.zarr_chunks import ChunkBlob, ChunkReader
 from ckpt_formats.containers.zarr_write import ChunkGrid
 from ckpt_formats.core import files
 from ckpt_formats.core.dtypes import DTYPES
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import read
+from ckpt_formats.core.tensor import Tensor, read
 from jax_jobs.launch import load_all, save_all, save_by_processes
 from object_stores import BUCKET, moto, reached
 
@@ -209,6 +212,34 @@ def test_state_of_easydel_becomes_one_of_orbax_and_is_refused_if_its_index_does_
     (folder / first["path"] / "0").unlink()
     with pytest.raises(IncompleteError, match="chunk"):
         ckpt.open(folder)
+
+
+def test_hostile_paths_in_an_index_are_refused_soon(tmp_path: Path) -> None:
+    def stored(name: str) -> dict[str, Any]:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / ".zarray").write_text(json.dumps(METADATA))
+        (folder / "0").write_bytes(bytes(16))
+        return {"path": name, "shape": METADATA["shape"], "dtype": "float32"}
+
+    good = [stored(name) for name in ("model/a", "model/b")]
+    index = tmp_path / "tensorstore_index.json"
+    index.write_text(json.dumps({"format": "tensorstore", "prefixes": {"model": good}}))
+    (tmp_path / "manifest.ocdbt").write_bytes(b"of another checkpoint")
+    assert [*ckpt.open(tmp_path)] == ["a", "b"]
+    inner = stored("model/a/inner")
+    with pytest.raises(CorruptError, match="model/a/inner` is an array inside an array"):
+        ckpt.open(tmp_path)
+    for more in ([inner], [stored("model/a/z/z")], [good[1]]):
+        index.write_text(json.dumps({"format": "tensorstore", "prefixes": {"model": [*more, *good]}}))
+        with pytest.raises(CorruptError, match="twice, or inside an array"):
+            ckpt.open(tmp_path)
+    long = {**inner, "path": "/".join(["a"] * 400_000)}
+    index.write_text(json.dumps({"format": "tensorstore", "prefixes": {"model": [long, *good]}}))
+    begin = time.process_time()
+    with pytest.raises(CkptError):
+        ckpt.open(tmp_path)
+    assert time.process_time() - begin < 5
 
 
 @with_jax
@@ -394,6 +425,39 @@ def test_frame_that_needs_a_large_window_is_refused_before_memory_is_taken(
         ckpt.open(tmp_path / "tree")["w"][0:2]
     assert tracemalloc.get_traced_memory()[1] < 1 << 23
     tracemalloc.stop()
+
+
+def test_streams_that_are_kept_open_have_windows_of_limited_size_together(tmp_path: Path) -> None:
+    import zstandard
+
+    length, window = 9 << 23, 1 << 26
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=26, write_content_size=False)
+    stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "chunk").write_bytes(stream.compress(bytes(length)) + stream.flush())
+    place = ValueRange("chunk", 0, (tmp_path / "chunk").stat().st_size)
+    chunks, out = ChunkReader(tmp_path), memoryview(bytearray(16))
+    with Reader(check=False) as reader:
+        for offset in range(8 << 20, 0, -1 << 20):  # each one before those of the others
+            frame = chunks.frame(place, length, "zstd", reader)
+            frame.read_into(offset, out, reader)
+            assert frame.window == window
+            assert frame.open_nbytes <= 5 * window
+    behind = zstandard.compress(b"first") + (tmp_path / "chunk").read_bytes()
+    (tmp_path / "behind").write_bytes(behind)
+    with Reader(check=False) as reader, pytest.raises(UnsafeError, match="too large a window"):
+        chunks.frame(ValueRange("behind", 0, len(behind)), length, "zstd", reader).read_into(0, out, reader)
+
+
+@pytest.mark.parametrize("compression", ["zstd", "gzip"])
+def test_chunk_that_is_shorter_than_its_checksum_is_refused(compression: str, tmp_path: Path) -> None:
+    elements = 3 << 20
+    layout = ArrayLayout(
+        (elements,), DTYPES["float32"], (elements,), ".", "", ChunkEncoding(compression, True), None, b""
+    )
+    (tmp_path / "chunk").write_bytes(b"ab")
+    chunk = ChunkBlob(layout, ValueRange("chunk", 0, 2), ChunkReader(tmp_path), "w [0]", True, Box.whole((elements,)))
+    with pytest.raises(CorruptError, match="has 2 bytes, fewer than its checksum"):
+        read(Tensor.of(chunk.crop(Box((0,), (4,)))))
 
 
 @pytest.mark.parametrize("stated", [True, False])

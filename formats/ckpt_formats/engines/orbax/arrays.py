@@ -43,7 +43,8 @@ def read_arrays(
     folders in it that together have the tree, each with a slash at the end. `paths`: the arrays' own folders in it;
     None: those directly in it. Raises subclasses of `CkptError`.
     """
-    if databases := [f"{part}{inside}" for part in parts for inside in _databases(folder / part)]:
+    databases = [f"{part}{inside}" for part in parts for inside in _databases(folder / part)] if paths is None else []
+    if databases:
         values: dict[str, ValueRange | bytes] = {}
         for inside in databases:
             own = _moved(read_database(folder / inside), inside)

@@ -8,6 +8,7 @@ Source: eformer 0.0.99.12, serialization/serialization.py, `tree_serialize_leave
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from ckpt_formats.containers.safetensors import parse_json
@@ -51,6 +52,8 @@ def read_indexed(folder: Path) -> StoredArrays:
         text = f"{list_names(missing, printable)} is named in {INDEX}, but no array is there"
         raise IncompleteError(text, where=folder, hint="Copy all files of the checkpoint.")
     arrays = read_arrays(folder, True, paths=[one.path for one in listed])
+    if inner := arrays.tensors.keys() - {one.path for one in listed}:
+        raise CorruptError(f"`{printable(min(inner))}` is an array inside an array", where=folder)
     for one in listed:
         tensor = arrays.tensors[one.path]
         if (tensor.shape, tensor.dtype) != (one.shape, one.dtype):
@@ -68,14 +71,17 @@ def _listed(file: Path) -> list[IndexedArray]:
         listed = [IndexedArray(one["path"], _shape(one["shape"]), DTYPES[one["dtype"]]) for one in entries]
     except (KeyError, TypeError, AttributeError) as error:
         raise CorruptError(f"{INDEX} is not of EasyDeL's form: {brief(str(error))}", where=file) from None
-    paths: set[str] = set()
+    keys: list[tuple[str, ...]] = []
     for one in listed:
-        parts = one.path.split("/") if isinstance(one.path, str) else [""]
+        parts = tuple(one.path.split("/")) if isinstance(one.path, str) else ("",)
         if not all(part and part not in (".", "..") and part.isprintable() and "\\" not in part for part in parts):
             raise UnsafeError(f"{INDEX}: a path {brief(one.path)}", where=file)
-        if one.path in paths or any("/".join(parts[:end]) in paths for end in range(1, len(parts))):
-            raise CorruptError(f"{INDEX} has `{printable(one.path)}` twice, or inside an array", where=file)
-        paths.add(one.path)
+        keys.append(parts)
+    # In this order a path comes right before those in its folder.
+    for above, below in pairwise(sorted(keys)):
+        if below[: len(above)] == above:
+            text = f"{INDEX} has `{printable('/'.join(below))}` twice, or inside an array"
+            raise CorruptError(text, where=file)
     return listed
 
 
