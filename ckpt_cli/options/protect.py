@@ -47,7 +47,8 @@ _BY = click.option(
     default="file",
     show_default=True,
     metavar="WHAT",
-    help="What is lost together: file, folder (the first one in a path), or node:N, the files of N ranks.",
+    help="What is lost together: file, folder (the first one in a path), node:N, the files of N ranks, or state, of a "
+    "chain.",
 )
 _DOMAINS = click.option(
     "--domains",

@@ -18,6 +18,7 @@ from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views import report
 from ckpt_cli.views.chain_log import accuracy, times
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.parity.blocks import has_parity
@@ -58,7 +59,11 @@ def protect_member(chain: Path, result: AppendResult, options: AppendOptions, re
         return
     from ckpt_cli.views.protect import protect_states
 
-    protect_states(chain, options.protect, (result.member.folder,), resources)
+    try:
+        protect_states(chain, options.protect, (result.member.folder,), resources)
+    except CkptError:
+        notes.note(f"{result.member.label} was appended, and has no parity yet; the next append with parity adds it")
+        raise
 
 
 def append_each(

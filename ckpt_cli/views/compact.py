@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ckpt.chains.compact import CompactResult, Retention, compact
+from ckpt.chains.compact import CompactResult, Retention, compact, plan
 from ckpt.chains.kept import CompactPlan, KeptMember
 from ckpt.chains.write import DeltaPolicy
 from ckpt.pipeline import Execution
@@ -16,6 +16,7 @@ from ckpt_cli.views import report
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import format_nbytes
 from ckpt_formats.parity.blocks import has_parity
+from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
 
 _FATES = {
@@ -29,14 +30,39 @@ _FATES = {
 
 def run(chain: Path, retention: Retention, policy: DeltaPolicy, resources: Execution, as_json: bool) -> None:
     """Compact a chain with a bar, and show what was done."""
+    is_protected = not is_remote(chain) and has_parity(chain)
+    lose = _drop_parity(chain, retention, policy, resources) if is_protected else None
     with progress_bar("compacting") as progress:
         result = compact(chain, retention, policy, resources, progress)
-    if not is_remote(chain) and has_parity(chain):
+    if is_protected:
         from ckpt_cli.views.protect import protect_states
 
-        protect_states(chain, None, None, resources)
+        protect_states(chain, lose, None, resources)
     notes.note(*result.notes)
     show_result(chain, result, as_json)
+
+
+def _drop_parity(chain: Path, retention: Retention, policy: DeltaPolicy, resources: Execution) -> int | None:
+    """Drop the parity of states that will be removed, as long as they can be read: it is a sum with that of others.
+
+    Without them, damage of others in their groups could not be repaired. Returns how many states of a group may be
+    lost; None if the parity is not that of states.
+    """
+    from ckpt.protection.members import losses_of_groups
+
+    lose = losses_of_groups(chain)
+    if lose is not None:
+        index = chain_file.read(chain)
+        stay = {
+            one.member.folder
+            for one in plan(chain, index, retention, policy).states
+            if one.how == "as it is" and one.member
+        }
+        if going := {member.folder for member in index.members} - stay:
+            from ckpt_cli.views.protect import protect_states
+
+            protect_states(chain, lose, (), resources, going)
+    return lose
 
 
 def show_plan(run: Path, chain: ChainIndex, plan: CompactPlan, as_json: bool) -> None:

@@ -1,6 +1,6 @@
 """Write parity and repair by it with a progress bar, and show what was done."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,14 +20,20 @@ if TYPE_CHECKING:
 
 _MAX_ROWS = 50
 _MAX_TENSORS = 8
+_ALL_STATES = "all states have parity; nothing was written"
 
 
 def show_plan(plan: ProtectPlan, as_json: bool) -> None:
     """Show what would be protected."""
+    show_summary(plan.summary, as_json)
+
+
+def show_summary(of: Protection, as_json: bool) -> None:
+    """Show what would be written."""
     if as_json:
-        data(protection_json(plan.summary))
+        data(protection_json(of))
     else:
-        conclude(f"would write {_sizes(plan.summary)}; nothing was written")
+        conclude(f"would write {_sizes(of)}; nothing was written" if of.files else _ALL_STATES)
 
 
 def protect(plan: ProtectPlan, resources: Execution, as_json: bool) -> None:
@@ -198,15 +204,42 @@ def _show_differences(done: "Repair") -> None:
     conclude(f"DAMAGED: {file_count(count)} of {place} {verb} from parity; {fate}: ckpt repair {place}")
 
 
-def protect_states(chain: Path, lose: int | None, folders: Sequence[str] | None, resources: Execution) -> None:
-    """Write parity for states of a chain: those in these folders, or all. `lose` None: if others have it in groups."""
+def protect_states(
+    chain: Path,
+    lose: int | None,
+    folders: Sequence[str] | None,
+    resources: Execution,
+    without: Collection[str] = (),
+) -> None:
+    """Write parity for states of a chain: those in these folders, or all. `lose` None: if others have it in groups.
+
+    `without`: those that will be removed.
+    """
     from ckpt.protection.members import losses_of_groups, protect_members
 
     lose = losses_of_groups(chain) if lose is None else lose
-    if lose is not None:
-        notes.flush()
-        with progress_bar("writing parity") as progress:
-            protect_members(chain, lose, folders, resources=resources, progress=progress)
+    if lose is None:
+        place = printable(str(chain))
+        notes.note(
+            f"the parity of {place} is that of the chain as it was; protect it anew: ckpt protect {place} --overwrite"
+        )
+        return
+    notes.flush()
+    with progress_bar("writing parity") as progress:
+        protect_members(chain, lose, folders, without=without, resources=resources, progress=progress)
+
+
+def protect_all_states(chain: Path, lose: int, overwrite: bool, resources: Execution, as_json: bool) -> None:
+    """Write parity for all states of a chain that have none, and show what was written."""
+    from ckpt.protection.members import protect_members
+
+    notes.flush()
+    with progress_bar("writing parity") as progress:
+        done = protect_members(chain, lose, anew=overwrite, resources=resources, progress=progress)
+    if as_json:
+        data(protection_json(done))
+    else:
+        conclude(f"wrote {_sizes(done)}: {printable(str(done.parity))}" if done.files else _ALL_STATES)
 
 
 def protect_target(target: Path, lose: int, resources: Execution) -> dict[str, Any]:

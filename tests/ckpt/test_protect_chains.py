@@ -1,5 +1,6 @@
 """States of a chain share parity in groups: others are not read when one joins, and damage is never protected."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -122,3 +123,61 @@ def test_append_goes_on_with_groups_and_refuses_parity_of_another_kind(tmp_path:
     ckpt.protect(run, 1)
     with pytest.raises(ckpt.CkptError, match="another kind"):
         protect_members(run, 1)
+
+
+@pytest.mark.slow
+def test_repair_sets_no_chain_back_that_was_changed_since_it_was_protected(chain: Path) -> None:
+    before = contents_of(chain)
+    opened = ckpt.Chain(chain)
+    opened.compact(ckpt.Retention(upto=3))
+    opened.append(state(4, 3500), step=4, policy=DeltaPolicy(base_every=1))  # another state, in a folder of that name
+    whole = contents_of(chain)
+    assert whole["step-0000000004/manifest.json"] != before["step-0000000004/manifest.json"]
+    for arguments in (("repair",), ("repair", "--dry-run"), ("verify",)):
+        refused = command(*arguments, chain)
+        assert refused.code == BROKEN
+        assert "--by state" in refused.err
+    assert contents_of(chain) == whole
+    report = json.loads(command("doctor", chain, "--json").out)["parity"][0]
+    assert {name[:15] for name in report["unprotected"]} == {"step-0000000004"}
+    assert command("protect", chain, "--by", "state").code == 0
+    shutil.rmtree(chain / "step-0000000004")
+    assert command("repair", chain).code == 0
+    assert not ckpt.repair(chain, dry_run=True, resources=Resources(workers=1)).damaged
+    assert {name: data for name, data in contents_of(chain).items() if name in whole and "parity" not in name} == {
+        name: data for name, data in whole.items() if "parity" not in name
+    }
+
+    assert command("protect", chain, "--overwrite").code == 0  # the chain as a whole, with its list
+    (chain / ".ckpt-parity" / "0" / "group-000").unlink()
+    append(chain, state(5), None, DeltaPolicy(base_every=1), ONE)
+    assert command("repair", chain).code == BROKEN
+    assert [member.step for member in ckpt.Chain(chain).index.members][-1] == 5
+    assert command("protect", chain, "--by", "state", "--overwrite").code == 0
+    assert "step-0000000005" in {domain.name for domain in find_parity(chain).manifest.groups[0].domains}
+
+
+@pytest.mark.slow
+def test_compact_removes_nothing_that_the_repair_of_others_needs(tmp_path: Path) -> None:
+    run = tmp_path / "run.chain"
+    for step in range(1, 5):
+        append(run, state(step, 3000 if step > 1 else 300_000), None, DeltaPolicy(base_every=1), ONE)
+    protect_members(run, 2, resources=ONE)
+    damaged = max((run / "step-0000000004").rglob("*"), key=lambda path: path.stat().st_size)
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-3] + b"abc")
+    assert command("compact", run, "--keep", "last:1").code == 0
+    assert command("repair", run).code == 0
+    assert damaged.read_bytes() == whole
+    protected = find_parity(run).manifest
+    assert {name.partition("/")[0] for name in protected.lengths} == {"step-0000000004"}
+    assert protected.parity_nbytes < 2 * 2 * nbytes_below(run / "step-0000000004")
+
+
+@pytest.mark.slow
+def test_states_that_a_killed_append_left_join_with_the_next_one(chain: Path) -> None:
+    append(chain, state(5), None, DeltaPolicy(), ONE)
+    append(chain, state(6), None, DeltaPolicy(), ONE)
+    protect_members(chain, 2, ["step-0000000006"], resources=ONE)
+    assert {"step-0000000005", "step-0000000006"} <= {name[:15] for name in find_parity(chain).manifest.lengths}
+    assert not ckpt.repair(chain, dry_run=True, resources=Resources(workers=1)).damaged

@@ -259,7 +259,7 @@ def _of_parity(surveyed: "Sequence[SurveyedFolder]", kind: str | None) -> Iterat
         count = len(first.unprotected)
         files = "1 file" if count == 1 else f"{count:,} files"
         what = f"{files} without parity, such as {printable(first.unprotected[0])}"
-        remedy = f"{_protect(first)} --overwrite"
+        remedy = _protect(first) if first.by == "state" else f"{_protect(first)} --overwrite"
         yield Shortcoming(some(unprotected, what), "repair of these files", remedy, False)
     if damaged := [one for one in surveyed if one.damaged_parity]:
         what = f"parity is damaged or lost, such as {printable(str(damaged[0].damaged_parity[0]))}"
@@ -271,6 +271,8 @@ def _of_parity(surveyed: "Sequence[SurveyedFolder]", kind: str | None) -> Iterat
         yield Shortcoming(some(single, what), "repair with less space than a copy", remedy, False)
     if kind in LOCAL_FILE_SYSTEMS and (near := [one for one in surveyed if one.losses and one.is_on_one_disk]):
         remedy = f"{_protect(near[0], into=('/OTHER/DISK',))} --overwrite"
+        if near[0].by == "state":  # its parity is in the chain
+            remedy = f"ckpt copy {_quoted(near[0].path)} /OTHER/DISK/{_quoted(near[0].path.name)}"
         what = f"its {near[0].domains:,} domains and their parity are all on this disk ({kind})"
         yield Shortcoming(some(near, what), "survival of this disk or machine", remedy, False)
 
@@ -283,8 +285,6 @@ def _quoted(path: Path | str) -> str:
 def _protect(one: "SurveyedFolder", by: str | None = None, into: "Sequence[Path | str] | None" = None) -> str:
     """The command that writes its parity, anew as it is but for `by` and `into`."""
     by = by or one.by or "file"
-    domains = {"file": "", "part": "", "state": " --by folder", "table": " --domains TABLE"}.get(
-        by, f" --by {printable(by)}"
-    )
+    domains = {"file": "", "part": "", "table": " --domains TABLE"}.get(by, f" --by {printable(by)}")
     places = "".join(f" --into {_quoted(place)}" for place in (one.elsewhere if into is None else into))
     return f"ckpt protect {_quoted(one.path)} --lose {one.losses or 2}{domains}{places}"

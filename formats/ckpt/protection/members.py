@@ -5,10 +5,13 @@ group, a state is a domain: parity is as large as the largest state of the group
 appended is added to the parities of its group, which are sums; what is in the group already is not read again.
 """
 
+import os
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from ckpt.job import AnyProgress
 from ckpt.pipeline import Resources
@@ -21,12 +24,29 @@ from ckpt.protection.protect import (
     plan_protect,
     run_protect,
 )
-from ckpt_formats.core.errors import CorruptError, OutputError
+from ckpt_formats.core.errors import CkptError, CorruptError, OutputError
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.folders import below
 from ckpt_formats.core.identity import Identity
 from ckpt_formats.core.text import PARTIAL, printable
-from ckpt_formats.parity.blocks import ProtectedFolder, find_parity, has_parity, parity_folder, places_of
-from ckpt_formats.parity.manifest import BlockHashes, Domain, DomainGroup, ParityManifest, ProtectedFile
+from ckpt_formats.parity.blocks import (
+    ProtectedFolder,
+    find_parity,
+    has_parity,
+    manifest_copies,
+    parity_folder,
+    places_of,
+    read_block,
+)
+from ckpt_formats.parity.manifest import (
+    BLOCK_NBYTES,
+    BlockHashes,
+    Domain,
+    DomainGroup,
+    ParityManifest,
+    ProtectedFile,
+)
+from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import chain_file
 
 GROUP = 16
@@ -38,52 +58,161 @@ _GROWTH = 4
 _EMPTY = Domain("", ())
 
 
+@dataclass(frozen=True)
+class MembersPlan:
+    """The parity that will be written for states of a chain."""
+
+    base: Path
+    """The folder of the groups."""
+    lose: int
+    states: tuple[ProtectPlan, ...]
+    """States that get parity of their own."""
+    groups: ProtectPlan | None
+    """The groups of the others; None if they stay as they are."""
+    is_empty: bool
+    """Whether the parity that is there has no state any more."""
+
+    @property
+    def summary(self) -> Protection:
+        """What is written in all; of groups that change, all of them count."""
+        all_of = [one.summary for one in (*self.states, self.groups) if one is not None]
+        sums = {
+            name: sum(getattr(one, name) for one in all_of)
+            for name in ("files", "nbytes", "parity_nbytes", "manifest_nbytes", "domains", "groups")
+        }
+        return Protection(parity=self.base, lose=self.lose, **sums)
+
+
+def plan_members(
+    run: Path,
+    lose: int,
+    folders: Sequence[str] | None = None,
+    *,
+    without: Collection[str] = (),
+    anew: bool = False,
+) -> MembersPlan:
+    """What `protect_members` would do. Raises as it does."""
+    chain = chain_file.read(run)
+    names = [member.folder for member in chain.members if member.folder not in without]
+    earlier = None if anew else _earlier(run, lose)
+    replaced = frozenset() if earlier is None else states_written_anew(earlier, only_newer=True)
+    grouped = {domain.name for domain in _domains(earlier)} - replaced
+    wanted = set(names if folders is None else folders)
+    # And those after the last one in a group, which a run that was killed has left.
+    wanted.update(
+        names[max((number + 1 for number, name in enumerate(names) if name in grouped), default=len(names)) :]
+    )
+    own, joining = list[ProtectPlan](), list[Domain]()
+    for name in names:
+        if name not in wanted | replaced or name in grouped or has_parity(run / name):
+            continue
+        domain = Domain(name, tuple(ProtectedFile(one, path.stat().st_size) for one, path in _files(run, name)))
+        if lose * _OWN_SHARE * max((file.nbytes for file in domain.files), default=0) <= _nbytes(domain):
+            own.append(plan_protect(run / name, lose))
+        else:
+            joining.append(domain)
+    plan = _plan(run, lose, earlier, set(names), replaced, joining)
+    if plan is not None:
+        plan = replace(plan, overwrite=has_parity(run))
+    is_empty = plan is None and has_parity(run) and not grouped & set(names)
+    return MembersPlan(parity_folder(run), lose, tuple(own), plan, is_empty)
+
+
 def protect_members(
     run: Path,
     lose: int,
     folders: Sequence[str] | None = None,
     *,
+    without: Collection[str] = (),
+    anew: bool = False,
     resources: Resources | None = None,
     progress: AnyProgress | None = None,
-) -> tuple[Protection, ...]:
+) -> Protection:
     """Write parity for states of a chain that have none, and drop that of states which are no longer in the chain.
 
     Args:
         run: The folder of the chain.
         lose: How many files of a state may be lost, or how many states of a group.
-        folders: The folders of the states; None: of all.
-
-    Returns what was written: parity of single states, then that of all groups.
+        folders: The folders of the states; None: of all. Those after the last one in a group count, too.
+        without: The folders of states that will be removed: their parity is dropped as long as they can be read.
+        anew: Replace parity of any kind that the chain has.
 
     Raises:
         CorruptError: A state that has parity is not what was protected.
         OutputError: The chain has parity of another kind.
+        LockedError: Another process writes parity of the chain, or repairs it.
     """
-    chain = chain_file.read(run)
-    names = [member.folder for member in chain.members]
-    wanted = set(names if folders is None else folders)
-    earlier = _earlier(run, lose)
-    grouped = {domain.name for domain in _domains(earlier)}
-    done = list[Protection]()
-    joining = list[Domain]()
-    for name in names:
-        if name not in wanted or name in grouped or has_parity(run / name):
-            continue
-        domain = Domain(name, tuple(ProtectedFile(one, path.stat().st_size) for one, path in _files(run, name)))
-        if lose * _OWN_SHARE * max(file.nbytes for file in domain.files) <= _nbytes(domain):
-            done.append(run_protect(plan_protect(run / name, lose), resources=resources, progress=progress))
-        else:
-            joining.append(domain)
-    plan = _plan(run, lose, earlier, set(names), joining)
-    if plan is None and earlier is not None:
-        with locked(earlier.base):
+    with locked(parity_folder(run)):
+        plan = plan_members(run, lose, folders, without=without, anew=anew)
+        for one in plan.states:
+            run_protect(one, resources=resources, progress=progress)
+        if plan.groups is not None:
+            run_protect(plan.groups, resources=resources, progress=progress, is_locked=True)
+        elif has_parity(run):
             # A run that was killed after it had published may have left the groups before.
-            shutil.rmtree(earlier.base.with_name(earlier.base.name + PARTIAL), ignore_errors=True)
-            if not grouped & set(names):
-                shutil.rmtree(earlier.base)
-    if plan is not None:
-        done.append(run_protect(plan, resources=resources, progress=progress))
-    return tuple(done)
+            aside = plan.base.with_name(plan.base.name + PARTIAL)
+            shutil.rmtree(aside, ignore_errors=True)
+            if plan.is_empty:
+                os.rename(plan.base, aside)
+                shutil.rmtree(aside)
+    return plan.summary
+
+
+def states_written_anew(parity: ProtectedFolder, only_newer: bool = False) -> frozenset[str]:
+    """The folders of states that a chain has now under the names of those that were protected.
+
+    What is there is not damaged: its manifest has a checksum, and is the one that the chain names. `only_newer`: do not
+    read those that are older than the parity and as long as they were.
+    """
+    root, lengths = parity.root, parity.manifest.lengths
+    try:
+        members = chain_file.read(root).members
+    except CkptError:
+        return frozenset()
+    written = min((one.stat().st_ctime_ns for one in manifest_copies([parity.base]) if one.is_file()), default=0)
+    result = set[str]()
+    for member in members:
+        name = f"{member.folder}/{manifest.NAME}"
+        path = root / name
+        if name not in lengths or not path.is_file():
+            continue
+        status = path.stat()
+        if only_newer and status.st_size == lengths[name] and status.st_ctime_ns <= written:
+            continue
+        if not is_as_protected(parity, name) and manifest.stated_content(path) == member.content:
+            result.add(member.folder)
+    return frozenset(result)
+
+
+def check_not_newer(parity: ProtectedFolder) -> None:
+    """Raise `CorruptError` if ckpt itself has changed a chain since it was protected: a repair would set it back."""
+    root = parity.root
+    if parity.file is not None or not (root / chain_file.NAME).is_file():
+        return
+    try:
+        chain_file.read(root)
+    except CkptError:
+        return  # damaged
+    is_of_states = is_of_members(parity.manifest)
+    if chain_file.NAME in parity.manifest.lengths and not is_as_protected(parity, chain_file.NAME):
+        what = "the chain was changed since it was protected, and is not damaged"
+    elif written := states_written_anew(parity):
+        what = f"{min(written)} was written anew since it was protected, and is not damaged"
+    else:
+        return
+    place, by = printable(str(root)), "--by state" if is_of_states else "--overwrite"
+    hint = f"Protect what is there now: ckpt protect {place} --lose {parity.manifest.parities} {by}"
+    raise CorruptError(what, where=root, hint=hint)
+
+
+def is_as_protected(parity: ProtectedFolder, name: str) -> bool:
+    """Whether a file has the bytes that were protected."""
+    path, buffer = parity.root / name, np.empty(BLOCK_NBYTES, np.uint8)
+    if not path.is_file() or path.stat().st_size != parity.manifest.lengths[name]:
+        return False
+    with Reader(check=False) as reader:
+        places = ((at, parity.place(at)) for at in parity.blocks_of_file(name))
+        return all(read_block(reader, place, buffer[: place.nbytes]) == parity.hash(at) for at, place in places)
 
 
 def losses_of_groups(run: Path) -> int | None:
@@ -94,10 +223,10 @@ def losses_of_groups(run: Path) -> int | None:
     return parity.manifest.parities if is_of_members(parity.manifest) else None
 
 
-def is_of_members(manifest: ParityManifest) -> bool:
+def is_of_members(parity: ParityManifest) -> bool:
     """Whether parity is that of states of a chain: each domain has the files of one folder."""
-    domains = (domain for group in manifest.groups for domain in group.domains)
-    return manifest.by == "folder" and all(
+    domains = (domain for group in parity.groups for domain in group.domains)
+    return parity.by == "folder" and all(
         file.name.startswith(f"{domain.name}/") for domain in domains for file in domain.files
     )
 
@@ -111,7 +240,7 @@ def _earlier(run: Path, lose: int) -> ProtectedFolder | None:
         raise OutputError(
             f"has parity of another kind, and not groups of states of which {lose} may be lost",
             where=there.base,
-            hint="Remove this folder, or protect the chain anew: ckpt protect CHAIN --overwrite.",
+            hint=f"Write it anew: ckpt protect {printable(str(run))} --by state --lose {lose} --overwrite",
         )
     return there
 
@@ -122,12 +251,17 @@ def _domains(folder: ProtectedFolder | None) -> Iterator[Domain]:
 
 
 def _plan(
-    run: Path, lose: int, earlier: ProtectedFolder | None, names: set[str], joining: Sequence[Domain]
+    run: Path,
+    lose: int,
+    earlier: ProtectedFolder | None,
+    names: set[str],
+    replaced: frozenset[str],
+    joining: Sequence[Domain],
 ) -> ProtectPlan | None:
     """The groups as they will be; None if they stay as they are."""
     groups, numbers = list[list[Domain]](), list[int | None]()
     for number, group in enumerate(earlier.manifest.groups if earlier is not None else ()):
-        own = [domain if domain.name in names else _EMPTY for domain in group.domains]
+        own = [domain if domain.name in names - replaced else _EMPTY for domain in group.domains]
         if any(domain.files for domain in own):
             groups.append(own)
             numbers.append(number)
@@ -138,11 +272,11 @@ def _plan(
             groups.append(own)
             numbers.append(None)
         own[own.index(_EMPTY)] = domain
-    manifest = ParityManifest(tuple(DomainGroup(tuple(own), lose) for own in groups), lose, "folder")
-    if not groups or (earlier is not None and manifest == earlier.manifest):
+    parity = ParityManifest(tuple(DomainGroup(tuple(own), lose) for own in groups), lose, "folder")
+    if not groups or (earlier is not None and parity == earlier.manifest and not replaced):
         return None
     identities = dict[Path, Identity]()
-    for name, nbytes in manifest.lengths.items():
+    for name, nbytes in parity.lengths.items():
         path = run / name
         status = path.stat() if path.is_file() else None
         if status is None or status.st_size != nbytes:
@@ -150,9 +284,9 @@ def _plan(
             raise CorruptError(what, where=path, hint=f"Repair it first: ckpt repair {printable(str(run))}")
         identities[path] = Identity.of(status)
     base = parity_folder(run)
-    folder = ProtectedFolder(run, places_of(base, (), lose), BlockHashes.empty(manifest))
-    plan = ProtectPlan(folder, (), identities, overwrite=earlier is not None)
-    return plan if earlier is None else replace(plan, earlier=EarlierGroups(earlier, tuple(numbers)))
+    folder = ProtectedFolder(run, places_of(base, (), lose), BlockHashes.empty(parity))
+    there = None if earlier is None else EarlierGroups(earlier, tuple(numbers), replaced)
+    return ProtectPlan(folder, (), identities, earlier=there)
 
 
 def _takes(group: Sequence[Domain], domain: Domain) -> bool:

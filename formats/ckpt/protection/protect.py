@@ -107,6 +107,15 @@ class EarlierGroups:
     folder: ProtectedFolder
     numbers: tuple[int | None, ...]
     """The number of each group of the plan in the earlier parity: domains of both have the same columns."""
+    replaced: frozenset[str] = frozenset()
+    """The domains that were written anew since: the earlier parity has nothing of them."""
+
+    def columns(self, group: int, own: DomainGroup) -> tuple[int, ...]:
+        """The columns of a group of the plan in which both have the same domain."""
+        number = self.numbers[group]
+        there = () if number is None else self.folder.manifest.groups[number].domains
+        both = enumerate(zip(own.domains, there, strict=False))
+        return tuple(column for column, (one, other) in both if one == other and one.name not in self.replaced)
 
 
 @dataclass(frozen=True)
@@ -248,15 +257,20 @@ def protect(
 
 
 def run_protect(
-    plan: ProtectPlan, *, resources: Resources | None = None, progress: AnyProgress | None = None
+    plan: ProtectPlan,
+    *,
+    resources: Resources | None = None,
+    progress: AnyProgress | None = None,
+    is_locked: bool = False,
 ) -> Protection:
-    """Do what was planned. Raises as `protect`."""
+    """Do what was planned. `is_locked`: within `locked`. Raises as `protect`."""
     resources = resources or Resources.of_machine()
     root = plan.folder.root
     count_bytes = count_to(plan.folder.manifest.nbytes, progress)
     try:
         with ExitStack() as stack:
-            stack.enter_context(locked(plan.folder.base))
+            if not is_locked:
+                stack.enter_context(locked(plan.folder.base))
             work = _Work(plan, stack.enter_context(scratch_for(plan.folder.base, resources)))
             _take_back(plan, work)
             journal = _Journal(work)
@@ -500,12 +514,10 @@ def _carry(work: _Work, group: int) -> bool:
     number = None if earlier is None else earlier.numbers[group]
     if earlier is None or number is None:
         return False
-    there, own = earlier.folder.manifest.groups[number], folder.manifest.groups[group]
-    is_same = there == own
-    data = len(own.domains)
-    for column in range(data + own.parities if is_same else data):
-        if column < data and there.domains[column] != own.domains[column]:
-            continue
+    own = folder.manifest.groups[group]
+    data, columns = len(own.domains), earlier.columns(group, own)
+    is_same = len(columns) == data
+    for column in range(data + own.parities) if is_same else columns:
         for stripe in range(len(own.stripe_nbytes)):
             if own.block_nbytes(column, stripe):
                 folder.hashes.note(group, column, stripe, earlier.folder.hashes.of(number, column, stripe))
@@ -538,12 +550,11 @@ def _encoded(work: _Work, group: int, stripe: int, threads: ThreadReaders) -> Ar
     number = None if earlier is None else earlier.numbers[group]
     if earlier is None or number is None:
         return encode_stripe(folder, group, stripe, threads.reader, threads.buffers)
-    there, own = earlier.folder.manifest.groups[number], folder.manifest.groups[group]
-    stays = [column for column, one in enumerate(own.domains) if one.files and one == there.domains[column]]
-    if len(stays) == sum(bool(one.files) for one in there.domains):  # none was removed
-        sums = extend_stripe(folder, earlier.folder, (group, number, stripe), threads.reader, threads.buffers)
-        if sums is not None:
-            return sums
+    own = folder.manifest.groups[group]
+    stays = earlier.columns(group, own)
+    sums = extend_stripe(folder, earlier.folder, (group, number, stripe), stays, threads.reader, threads.buffers)
+    if sums is not None:
+        return sums
     sums = encode_stripe(folder, group, stripe, threads.reader, threads.buffers)
     for column in stays:
         at = BlockAddress(group, column, stripe)

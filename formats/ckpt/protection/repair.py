@@ -24,6 +24,7 @@ from ckpt.protection.damage import (
     nbytes_to_scan,
     too_many,
 )
+from ckpt.protection.members import check_not_newer
 from ckpt.protection.protect import REPAIRED, locked, scratch_for
 from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import Checked, Count, StrPath, checked
@@ -97,13 +98,14 @@ def repair(
 
     Raises:
         NotFoundError: There is no parity.
-        CorruptError: No copy of the manifest is whole.
+        CorruptError: No copy of the manifest is whole, or a chain was changed since it was protected.
         OutputError: A file cannot be written.
         LockedError: Another process protects or repairs the folder.
     """
     resources = resources or Resources.of_machine()
     root = source_path(path) if dry_run else target_path(path)
     folder = find_parity(root, tuple(source_path(one) if dry_run else target_path(one) for one in parity))
+    check_not_newer(folder)
     copies = tuple(source_path(other) for other in others)
     nbytes = nbytes_to_scan(folder)
     count_bytes = count_to(nbytes, progress)

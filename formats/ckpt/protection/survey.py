@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ckpt.protection.damage import all_files, file_nbytes
-from ckpt.protection.members import is_of_members
+from ckpt.protection.members import is_of_members, states_written_anew
 from ckpt.protection.protect import is_protected
 from ckpt_formats.core.arguments import Checked, Count
 from ckpt_formats.core.errors import CkptError
@@ -28,6 +28,7 @@ from ckpt_formats.parity.blocks import (
 from ckpt_formats.parity.manifest import BLOCK_NBYTES
 from ckpt_formats.registry.location import checkpoints_in, is_checkpoint
 from ckpt_formats.stores.location import is_url
+from ckpt_formats.universal.chain.chain_file import FOLDER
 
 MAX_FOLDERS = 1000
 """Folders that are looked at: the newest by name."""
@@ -125,6 +126,8 @@ def _compared(path: Path, parity: ProtectedFolder, most: int) -> tuple[SurveyedF
         for name, file in files
         if file.is_file() and is_protected(name) and not (is_of_states and name not in known and _is_beside(path, name))
     }
+    anew = states_written_anew(parity) if is_of_states else frozenset()
+    known = {name: nbytes for name, nbytes in known.items() if name.partition("/")[0] not in anew}
     changed = [name for name, nbytes in known.items() if name not in there or there[name].st_size != nbytes]
     # The oldest copy: a repair may have written another one later. The time of a change of the file's entry, because
     # copies and archives set the time of its content.
@@ -154,9 +157,9 @@ def _compared(path: Path, parity: ProtectedFolder, most: int) -> tuple[SurveyedF
 
 
 def _is_beside(chain: Path, name: str) -> bool:
-    """Whether a file of a chain is not one of a state that could be in groups: its list, or of a state with parity."""
+    """Whether a file of a chain is not one of a state that could be in groups: its list, its log, or with parity."""
     folder, mark, _ = name.partition("/")
-    return not mark or has_parity(chain / folder)
+    return not mark or FOLDER.fullmatch(folder) is None or has_parity(chain / folder)
 
 
 def _middle_blocks(parity: ProtectedFolder) -> Iterator[tuple[BlockAddress, str]]:

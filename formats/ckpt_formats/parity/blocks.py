@@ -104,6 +104,16 @@ class ProtectedFolder:
             if own.block_nbytes(column, stripe):
                 yield BlockAddress(group, column, stripe)
 
+    def blocks_of_file(self, name: str) -> Iterator[BlockAddress]:
+        """The blocks of a protected file, in their order."""
+        for number, group in enumerate(self.manifest.groups):
+            for column, domain in enumerate(group.domains):
+                stripe = 0
+                for file in domain.files:
+                    if file.name == name:
+                        yield from (BlockAddress(number, column, stripe + at) for at in range(file.block_count))
+                    stripe += file.block_count
+
 
 def parity_file(place: Path, group: int) -> Path:
     """The file with a parity of a group, in the folder of this parity."""
@@ -346,34 +356,40 @@ def encode_stripe(folder: ProtectedFolder, group: int, stripe: int, reader: Read
 
 
 def extend_stripe(
-    folder: ProtectedFolder, earlier: ProtectedFolder, at: tuple[int, int, int], reader: Reader, buffers: StripeBuffers
+    folder: ProtectedFolder,
+    earlier: ProtectedFolder,
+    at: tuple[int, int, int],
+    stays: Collection[int],
+    reader: Reader,
+    buffers: StripeBuffers,
 ) -> Array | None:
-    """Return the parities of a stripe to which domains were added, (m, n) uint8, from the earlier ones and what is new.
+    """Return the parities of a stripe in which domains came or went, (m, n) uint8, from the earlier ones and these.
 
-    `at`: the number of the group, what it was earlier, and the stripe. Domains of the earlier group are in the same
-    columns, and others were empty there: a parity is a sum, so new blocks are added to it. The hashes of new blocks and
-    of all parities are noted. Returns None if an earlier parity does not fit its hash.
+    `at`: the number of the group, what it was earlier, and the stripe. `stays`: the columns of domains that are in
+    both, and are not read: a parity is a sum, to which blocks are added, and from which they are taken by adding them
+    once more. The hashes of new blocks and of all parities are noted. Returns None if an earlier block that is needed
+    does not fit its hash.
 
     Raises `CkptError` if a file cannot be read. The result is valid until `buffers` are used again.
     """
     number, before, stripe = at
     own, there = folder.manifest.groups[number], earlier.manifest.groups[before]
-    data, parities = len(own.domains), own.parities
-    added = [
-        one for one in folder.blocks_of(number, stripe) if one.column < data and not there.domains[one.column].files
-    ]
-    has_parity_there = stripe < len(there.stripe_nbytes)
-    old = [BlockAddress(before, data + row, stripe) for row in range(parities)] if has_parity_there else []
-    columns = [one.column for one in added]
-    matrix = np.hstack((parity_matrix(data, parities)[:, columns], np.eye(parities, dtype=np.uint8)[:, : len(old)]))
+    data, parities, nbytes = len(own.domains), own.parities, own.stripe_nbytes[stripe]
+    added = [one for one in folder.blocks_of(number, stripe) if one.column < data and one.column not in stays]
+    is_there = stripe < len(there.stripe_nbytes)
+    old = [one for one in earlier.blocks_of(before, stripe) if one.column not in stays] if is_there else []
+    factors = np.hstack((parity_matrix(data, parities), np.eye(parities, dtype=np.uint8)))
+    matrix = factors[:, [one.column for one in (*added, *old)]]
     places = [*map(folder.place, added), *map(earlier.place, old)]
-    digests, sums = combine(reader, places, matrix, own.stripe_nbytes[stripe], buffers)
+    longest = max(nbytes, there.stripe_nbytes[stripe]) if is_there else nbytes
+    digests, sums = combine(reader, places, matrix, longest, buffers)
     if any(digest != earlier.hash(one) for one, digest in zip(old, digests[len(added) :], strict=True)):
         return None
     for one, digest in zip(added, digests, strict=False):
         if isinstance(digest, CkptError):
             raise digest
         folder.hashes.note(number, one.column, stripe, digest)
+    sums = sums[:, :nbytes]
     for row, block in enumerate(sums):
         folder.hashes.note(number, data + row, stripe, xxhash.xxh3_128_digest(block.data))
     return sums

@@ -20,7 +20,7 @@ from ckpt_formats.containers.typed_json import encode
 from ckpt_formats.core.arguments import Admits
 from ckpt_formats.core.checkpoint import Group, Origin, OriginalForm
 from ckpt_formats.core.claims import MAX_MANIFEST, MAX_PACKS, MAX_PATH
-from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsafeError, UnsupportedError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value, is_natural, tensor_names
@@ -184,6 +184,15 @@ def dump(manifest: Manifest, index: bytes, original: Mapping[str, Any] | None) -
         "extras": encode(manifest.extras),
     }
     return sealed_json.dump(fields)
+
+
+def stated_content(path: Path) -> str | None:
+    """The content id that a manifest in a folder states; None if it does not fit its checksum, or states none."""
+    try:
+        content = sealed_json.load(path, MAX_MANIFEST, _KIND).get("content")
+    except CkptError:
+        return None
+    return content if isinstance(content, str) else None
 
 
 def load(path: Path) -> Manifest:
