@@ -5,14 +5,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from ckpt.pipeline import Execution, Resources
 from ckpt.protection.protect import Protection, ProtectPlan, plan_protect, run_protect
 from ckpt_cli import notes
+from ckpt_cli.options.protect import ProtectOptions
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views.columns import show, table
 from ckpt_cli.views.report import conclude, data, error_lines, file_count
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.text import format_nbytes, list_names, printable
+from ckpt_formats.stores.location import local_path
 
 if TYPE_CHECKING:
     from ckpt.protection.damage import DamagedFile
@@ -229,13 +233,21 @@ def protect_states(
         protect_members(chain, lose, folders, without=without, resources=resources, progress=progress)
 
 
-def protect_all_states(chain: Path, lose: int, overwrite: bool, resources: Execution, as_json: bool) -> None:
-    """Write parity for all states of a chain that have none, and show what was written."""
-    from ckpt.protection.members import protect_members
+def protect_all_states(path: str, options: ProtectOptions, dry_run: bool, resources: Execution, as_json: bool) -> None:
+    """Write parity for all states of a chain that have none, and show it."""
+    from ckpt.protection.members import plan_members, protect_members
 
+    if options.into or options.jump != 1:
+        raise click.UsageError(
+            "--by state keeps parity in the chain, in groups of its own: leave --into and --jump out."
+        )
+    chain, lose, anew = local_path(path), options.lose, options.overwrite
+    if dry_run:
+        show_summary(plan_members(chain, lose, anew=anew).summary, as_json)
+        return
     notes.flush()
     with progress_bar("writing parity") as progress:
-        done = protect_members(chain, lose, anew=overwrite, resources=resources, progress=progress)
+        done = protect_members(chain, lose, anew=anew, resources=resources, progress=progress)
     if as_json:
         data(protection_json(done))
     else:
