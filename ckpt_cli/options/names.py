@@ -64,6 +64,7 @@ def _translated(
 
     from ckpt.rename import use_names
     from ckpt_cli import reading
+    from ckpt_formats.core.errors import CkptError
     from ckpt_formats.names.config import CONFIG
     from ckpt_formats.names.describe import config_of
 
@@ -72,7 +73,11 @@ def _translated(
         source, has_own = checkpoint, config_of(checkpoint) is not None
         if not has_own and known is not None:
             source = replace(checkpoint, extras={**checkpoint.extras, CONFIG: known.extras[CONFIG]})
-        renamed = reading.noted(use_names(source, naming, config, allow_rounding=allow_rounding))
+        try:
+            renamed = reading.noted(use_names(source, naming, config, allow_rounding=allow_rounding))
+        except CkptError as error:
+            error.where = error.where or str(checkpoint.path)  # of several, which one
+            raise
         if has_own:
             yield renamed
         else:

@@ -128,10 +128,12 @@ def note_differences(
 ) -> None:
     """Note what the user should know of the comparison. `names`: how the two are called."""
     if result.pairs and not result.compared:
-        notes.note(
-            "no tensor is in both; are their names those of different libraries? --names compares them under one name",
-            weight=Weight.UNSURE,
-        )
+        from ckpt.rename import UseNames
+
+        why = "are their names those of different libraries? --names compares them under one name"
+        if any(isinstance(edit, UseNames) for edit in (*first.history, *second.history)):
+            why = "names that no library of --names has stay as they are"
+        notes.note(f"no tensor is in both; {why}", weight=Weight.UNSURE)
     for which, checkpoint in zip(names, (first, second), strict=True):
         if checkpoint.errors:
             notes.note(f"{len(checkpoint.errors)} states of {which} are approximate: they were coded with loss")

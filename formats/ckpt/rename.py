@@ -168,7 +168,7 @@ def _renamed(
 
     partial = source.is_partial
     if current == naming and naming in ("gguf", *NATIVE):
-        if naming != "maxtext" or config is None or partial:
+        if naming != "maxtext" or partial:
             return source
         from ckpt_formats.names.native import with_scanned_layers
 

@@ -136,6 +136,29 @@ def test_models_that_round_are_compared_if_that_is_allowed(tmp_path: Path) -> No
     assert all(one["relative"] < 1e-6 for one in report["tensors"] if one["kind"] == "changed")
 
 
+def test_layers_one_by_one_without_a_configuration_and_sizes_of_another_model_are_refused(
+    runs: Path, tmp_path: Path
+) -> None:
+    ran = ckpt("diff", runs / "scanned", runs / "one-by-one", "--names", "maxtext")
+    assert ran.code == 20
+    assert "--config" in ran.err
+    assert "where: " + str(runs / "one-by-one") in ran.err
+    assert ckpt("diff", runs / "scanned", runs / "scanned", "--names", "maxtext").code == 0
+    other = tmp_path / "config.json"
+    other.write_text(json.dumps({**config_of("llama2"), "hidden_size": 128}))
+    ran = ckpt("diff", runs / "run.pt", runs / "scanned", "--names", "hf", "--config", other)
+    assert ran.code in (20, 21)
+    assert "where: " + str(runs / "scanned") in ran.err
+
+
+def test_note_of_different_names_does_not_advise_what_was_done(runs: Path, tmp_path: Path) -> None:
+    library.save(checkpoint([parameter("odd", {"model": np.ones(3, np.float32)})]), tmp_path / "odd.pt", "torch")
+    plain = ckpt("diff", tmp_path / "odd.pt", runs / "run.pt").err
+    named = ckpt("diff", tmp_path / "odd.pt", runs / "run.pt", "--names", "hf").err
+    assert "no tensor is in both; are their names" in plain
+    assert "no tensor is in both; names that no library" in named
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

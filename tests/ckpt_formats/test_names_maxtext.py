@@ -215,6 +215,7 @@ def test_balance_biases_are_read_where_each_version_of_maxtext_has_them(tmp_path
     within = name.removeprefix("MoEBiasVar.")
     earlier = replace(renamed, parameters={**parameters, within: parameter(within, {"model": stack.T.copy()})})
     assert contents(use_names(earlier, "hf")) == contents(source)
+    assert contents(use_names(earlier, "maxtext")) == contents(renamed)
 
     config = config_of("deepseek_v3")
     for one, place in ((renamed, "nnx_aux.model.decoder"), (renamed.weights_only(), "params.MoEBiasVar.decoder")):

@@ -86,12 +86,13 @@ def from_native(
     return replace(renamed, extras={**source.extras, CONFIG: dict(description.config)})
 
 
-def with_scanned_layers(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+def with_scanned_layers(source: Checkpoint, config: Mapping[str, Any] | None) -> Checkpoint:
     """A checkpoint with MaxText's names, in which layers are scanned, as `to_native` returns them. Lazy.
 
-    Raises: UnsupportedError for a model whose names are not known, or whose layers cannot be scanned.
+    Raises: UnsupportedError for a model whose names are not known, or whose layers cannot be scanned, IncompleteError
+    for layers one by one, or biases where earlier versions have them, without a configuration.
     """
-    if are_scanned(source):
+    if are_scanned(source, {name for own in dialect(MAXTEXT).other["collections"].values() for name in own}):
         return source
     scan = _scan(by_config_alone(source, config, None))
     return scanned(one_by_one(source, scan), scan)

@@ -18,7 +18,7 @@ Source: MaxText 0.2.5, `scan_layers`, `param_scan_axis: 1`, checkpoint_conversio
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
@@ -84,10 +84,13 @@ def scan_of(
     return scan
 
 
-def are_scanned(source: Checkpoint) -> bool:
-    """Whether no tensor is one of a single layer, but for the layers behind the last cycle."""
+def are_scanned(source: Checkpoint, in_collections: Collection[str]) -> bool:
+    """Whether no tensor is one of a single layer, but for the layers behind the last cycle, and those that belong into
+    collections, by their names in a layer, are in one."""
     matches = (_NAME.fullmatch(name) for name, one in source.parameters.items() if one.role != "extra")
-    return not any(match["layer"] for match in matches if match)
+    return not any(
+        match["layer"] or (match["rest"] in in_collections and not match["collection"]) for match in matches if match
+    )
 
 
 def one_by_one(source: Checkpoint, scan: Scan) -> Checkpoint:
