@@ -30,11 +30,13 @@ from ckpt_formats.core.errors import (
 )
 from ckpt_formats.core.tensor import read
 from ckpt_formats.parity.code import multiply, parity_matrix, solution
+from ckpt_formats.parity.scheme import PeerScheme
 from ckpt_formats.stores import parity_requests, piece_requests, wire
 from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.connection import Connection
 from ckpt_formats.stores.http_client import Credentials
-from ckpt_formats.stores.parity_requests import ParityName, ParityPlace
+from ckpt_formats.stores.parity_pieces import PiecesInParity, computed
+from ckpt_formats.stores.parity_requests import ColumnPiece, HeldColumn, HeldParity, ParityName, ParityPlace
 from ckpt_formats.stores.peers_store import PeersStore, open_peers
 from ckpt_formats.stores.piece_requests import PieceName, SentPiece
 from ckpt_formats.stores.wire import FrameKind, PeerGone
@@ -472,6 +474,30 @@ def test_factors_are_those_whose_sum_has_one_column_and_none_if_there_are_none()
             assert (factors is not None) == bool((sums == unit).all(-1).any())
             counts[factors is None] += 1
     assert min(counts.values()) > 20
+
+
+@pytest.mark.parametrize("damaged", [0, 2])
+def test_rows_give_any_columns_that_are_lost_and_do_without_a_damaged_row(damaged: int) -> None:
+    """Four of eight columns, from any rows of eight: more choices of four rows than are tried."""
+    scheme, draw = PeerScheme(8, 8), np.random.default_rng(2)
+    streams = draw.integers(0, 256, (8, 500), np.uint8)
+    own = [
+        ColumnPiece(f"s/rank-{n}.ckg", 0, 500, piece_requests.digest_of(streams[n].data), 1, True, 0) for n in range(8)
+    ]
+    columns = {number: HeldColumn(number, 8, 1, True, (piece,)) for number, piece in enumerate(own)}
+    names = [ParityName("run", "g", 0, 0, 0, row, scheme.data, scheme.spares) for row in range(8)]
+    sums = dict(zip(names, multiply(parity_matrix(8, 8), streams), strict=True))
+    for name in names[:damaged]:
+        sums[name][100] ^= 1
+    known = PiecesInParity([(replace(HERE, port=name.row), HeldParity(name, columns)) for name in names])
+    (placed,) = known.placed(own[3].file, 0)
+    others = {(piece.file, 0): streams[number] for number, piece in enumerate(own)}
+    results = [
+        computed(placed.piece, sections, sums, others).tobytes()
+        for sections in placed.set.choices(placed.column, placed.piece, lambda piece: piece in own[:4])
+    ]
+    assert (results[0] == streams[3].tobytes()) == (not damaged)
+    assert streams[3].tobytes() in results
 
 
 @pytest.mark.slow

@@ -4,10 +4,11 @@ Nothing here asks a holder: callers say which pieces there are, and fetch what a
 """
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -86,7 +87,7 @@ class PiecesOfSet:
     ) -> list[Section] | None:
         """A piece as sums in which only these rows, and no lost pieces, have a factor; None if there are none."""
         start, stop = piece.at, piece.at + piece.nbytes
-        others = {number: list(self._pieces(number, start, stop)) for number in self.columns if number != column}
+        others = {number: deque(self._pieces(number, start, stop)) for number in self.columns if number != column}
         cuts = {start, stop}
         for own in others.values():
             cuts |= {end for one in own for end in (one.at, one.at + one.nbytes) if start < end < stop}
@@ -94,9 +95,10 @@ class PiecesOfSet:
         for low, high in pairwise(edges):
             there = {column: piece}
             for number, own in others.items():
-                for one in own:
-                    if one.at <= low and high <= one.at + one.nbytes:
-                        there[number] = one
+                while own and own[0].at + own[0].nbytes <= low:
+                    own.popleft()
+                if own and own[0].at <= low and high <= own[0].at + own[0].nbytes:
+                    there[number] = own[0]
             missing = [number for number, one in there.items() if number == column or is_lost(one)]
             known = [number for number in there if number not in missing]
             covered = [
@@ -122,20 +124,23 @@ class PiecesOfSet:
     def choices(
         self, column: int, piece: ColumnPiece, is_lost: Callable[[ColumnPiece], bool]
     ) -> Iterator[list[Section]]:
-        """The sums that give a piece, those of the fewest rows first, at most `_MAX_TRIES`."""
-        count = 0
-        for size in range(1, len(self.rows) + 1):
-            is_solved = False
-            for rows in combinations(self.rows, size):
-                count += 1
-                if count > _MAX_TRIES:
-                    return
-                sections = self.sections(column, piece, rows, is_lost)
-                if sections is not None:
-                    is_solved = True
-                    yield sections
-            if is_solved:
-                return
+        """The sums that give a piece, at most `_MAX_TRIES`: first of any rows, then without rows of those before."""
+        without: deque[frozenset[int]] = deque([frozenset()])
+        tried, used, count = {frozenset[int]()}, set[frozenset[int]](), 0
+        while without and count < _MAX_TRIES:
+            excluded, count = without.popleft(), count + 1
+            rows = {number: row for number, row in enumerate(self.rows) if number not in excluded}
+            sections = self.sections(column, piece, tuple(rows.values()), is_lost) if rows else None
+            if sections is None:
+                continue
+            needed = {id(row) for one in sections for row, _ in one.rows}
+            own = frozenset(number for number, row in rows.items() if id(row) in needed)
+            if own not in used:
+                used.add(own)
+                yield sections
+            further = [one for one in (excluded | {number} for number in sorted(own)) if one not in tried]
+            tried.update(further)
+            without.extend(further)
 
     def _pieces(self, column: int, start: int, stop: int) -> Iterator[ColumnPiece]:
         """The pieces of a column with bytes in a range."""
