@@ -41,7 +41,8 @@ from ckpt_formats.stores.peers_store import PeersStore, open_peers
 from ckpt_formats.stores.piece_requests import PieceName, SentPiece
 from ckpt_formats.stores.wire import FrameKind, PeerGone
 from ckpt_formats.universal.chain import chain_file, states
-from ckpt_formats.universal.gradients.segment import open_segment
+from ckpt_formats.universal.gradients.record import Kind
+from ckpt_formats.universal.gradients.segment import open_segment, rank_file
 from ckpt_recorder import Bases, Recorder
 from ckpt_training import load
 from damage import ckpt
@@ -337,6 +338,83 @@ def test_ranks_send_parts_of_a_base_that_a_log_begins_with_and_a_part_that_is_lo
     with pytest.raises(IncompleteError, match="do not have all ranks"):
         open_peers(filled.url([1, 3]))
     filled.close()
+
+
+@pytest.mark.slow
+def test_a_parity_that_is_filled_again_without_a_removed_base_gets_the_log_and_is_not_taken_for_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.holding.sender._CHECK_SECONDS", 0.3)
+    chain = tmp_path / "run.chain"
+    shutil.copytree(SAMPLES / "recorded-1" / "run.chain", chain)
+    segment = chain / "gradients-0000000003"
+    hosts = [Host.start(Mortal) for _ in range(4)]
+    peers = Peers([host.address for host in hosts], "parity:2+2")
+    senders = [LogSender(peers, segment, rank, lambda address, text: None) for rank in range(2)]
+    ends = [log.end for log in open_segment(segment).logs]
+    for rank, end in enumerate(ends):
+        senders[rank].advance(end // 2, Kind.FINGERPRINT, 3)
+    wait_for(senders)
+    deadline = time.monotonic() + SECONDS
+    while not senders[0]._is_held():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    shutil.rmtree(chain / "step-0000000003")
+    for number in (0, 1):  # the own holder of rank 0, and one of parities of both ranks
+        old = hosts[number].holder
+        assert isinstance(old, Mortal)
+        old.is_dead = True
+        old.close()
+        hosts[number] = Host.start(address=old.address)
+    for rank, end in enumerate(ends):
+        senders[rank].advance(end, Kind.GRADIENTS, 6)
+    url = Filled(hosts, senders, peers).url()
+    lacking = "lacks a base that was removed from the chain before it was sent"
+    states = [state for one in senders for state in one.states]
+    while (
+        {state.text for state in states} != {HELD, lacking}
+        or {str(state.address) for state in states if state.text == lacking} != {host.address for host in hosts[:2]}
+        or open_peers(url).store.step < 6
+    ):
+        assert time.monotonic() < deadline, states
+        time.sleep(0.05)
+    assert senders[0].states[0].text == lacking
+    assert not senders[0]._is_held()
+    store = store_of(open_peers(url))  # what is held no longer is in the parities that were not started again
+    for rank, end in enumerate(ends):
+        name = rank_file(rank)
+        log = store.get(f"run.chain/{segment.name}/{name}", 0, end)
+        assert bytes(log) == (segment / name).read_bytes()[:end]
+    for path in (SAMPLES / "recorded-1" / "run.chain" / "step-0000000003").rglob("*.*"):
+        name = path.relative_to(SAMPLES / "recorded-1")
+        assert bytes(store.get(str(name), 0, path.stat().st_size)) == path.read_bytes()
+    Filled(hosts, senders, peers).close()
+
+
+def test_a_base_that_comes_after_records_of_steps_is_part_of_what_a_replay_begins_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.holding.sender._SMALL_SECONDS", 0.0)
+    chain = tmp_path / "run.chain"
+    shutil.copytree(SAMPLES / "recorded-1" / "run.chain", chain)
+    listed = (chain / chain_file.NAME).rename(tmp_path / "listed")
+    segment = chain / "gradients-0000000003"
+    peers = Peers([f"127.0.0.1:{port}" for port in (1, 2, 3)], "parity:2+1")  # nobody is there
+    sender = LogSender(peers, segment, 0, lambda address, text: None)
+    for end, kind in ((10_000, Kind.FINGERPRINT), (20_000, Kind.GRADIENTS), (30_000, Kind.GRADIENTS)):
+        sender.advance(end, kind, 3)
+        assert sender._cut_next(list(sender._files.items()))
+    listed.rename(chain / chain_file.NAME)
+    sender._look_at_chain()
+    while sender._cut_next(list(sender._files.items())):
+        pass
+    starts = sender._find_starts(sender._files)
+    assert starts is not None
+    for stream in sender._streams:
+        names = [one.name for one in stream.contributions]
+        assert [name for name in names[starts[stream] :] if name != sender._main] == []
+        assert len(names) > 1
+    sender.close(0.0)
 
 
 NAME = ParityName("run", "g", 0, 1, 0, 1, 2, 2)

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from heapq import heapreplace
 from pathlib import Path
 
 from ckpt.holding.peers import HELD, Peers
@@ -38,6 +39,8 @@ _SOON, _LATE = 0.1, 5.0
 """Seconds from one try to reach a holder to the next: twice as long each time."""
 _SMALL, _SMALL_SECONDS = 1 << 16, 0.1
 """Bytes up to which a piece is small, and how long the next one waits for more: each piece costs memory besides."""
+_WITHOUT_BASE = "lacks a base that was removed from the chain before it was sent"
+"""What is said of a holder, such as one that was started again, that has all else."""
 _OWN_SECONDS = 0.02
 """How long a holder of parity waits until it is looked again whether the rank's own holder has a piece."""
 _CHECK_SECONDS = 10.0
@@ -73,7 +76,9 @@ class _SentFile:
     """Where records end after which a step is whole."""
     steps: list[int] = field(default_factory=list)
     start_end: int | None = None
-    """Where the records end from which a replay begins."""
+    """Where that ends from which a replay begins: the first records of a log, or all of another file."""
+    is_gone: bool = False
+    """Whether it is in the chain no longer: what was not sent until then cannot be sent."""
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the file. Raises `OSError` if it has fewer."""
@@ -156,6 +161,10 @@ class _Target:
     added: dict[_ColumnStream, int] = field(default_factory=dict)
     """By stream, how many pieces were added."""
     marked: set[_ColumnStream] = field(default_factory=set)
+    gapped: set[_ColumnStream] = field(default_factory=set)
+    """The streams of which it has a gap: it has not all from which a replay begins."""
+    has_base: bool = True
+    """Whether it has all of the base that it should hold."""
 
     def should_have(self, file: _SentFile) -> bool:
         return self.holds_all or (self.holds_small and file.is_small)
@@ -210,6 +219,8 @@ class Sender:
         self._lane = peers.lane_of(rank, self._world)
         self._streams = [_ColumnStream(one, one.data.index(host)) for one in peers.sets_of(host)]
         self._starts: dict[_ColumnStream, int] | None = None
+        self._shares: list[list[str]] = []
+        """With parity, the files of the base that each rank sends."""
         self._targets = self._targets_of(host)
         self.states = tuple(one.state for one in self._targets)
         self._threads = [threading.Thread(target=self._send_all, args=(one,), daemon=True) for one in self._targets]
@@ -253,13 +264,15 @@ class Sender:
     def _send_all(self, target: _Target) -> None:
         state, pause = target.state, _SOON
         while True:
+            before = state.sent
             try:
                 with closing(Connection(state.address, self._credentials, "holder", _SECONDS)) as connection:
                     target.counts = self._counts(piece_requests.list_run(connection, self._run))
-                    target.added, target.marked = dict.fromkeys((stream for stream, _ in target.rows), 0), set()
+                    target.added = dict.fromkeys((stream for stream, _ in target.rows), 0)
+                    target.marked, target.gapped, target.has_base = set(), set(), True
                     if target.rows:
                         self._compare_added(target, parity_requests.list_parities(connection, self._run))
-                    pause, state.has_failed = _SOON, False
+                    state.has_failed = False
                     while self._send_missing(connection, target):
                         pass
                 return
@@ -267,11 +280,12 @@ class Sender:
                 state.has_failed = True
                 what = error.what if isinstance(error, CkptError) else str(error)
                 self._note(state, what)
+            # A holder that only refuses, as one without memory does, lists all that it has each time.
+            pause = _SOON if state.sent > before else min(2 * pause, _LATE)
             with self._changed:
                 if self._is_closing:
                     return
                 self._changed.wait_for(lambda: self._is_closing, pause)
-            pause = min(2 * pause, _LATE)
 
     def _counts(self, run: HeldRun) -> dict[str, tuple[int, int]]:
         """By file, how many of its pieces a holder has, and which version. Raises `CorruptError` if it has others."""
@@ -299,6 +313,7 @@ class Sender:
                 for piece in column.pieces:
                     while at < len(stream.contributions) and stream.contributions[at].at < piece.at:
                         at += 1  # a gap: it could not be read any more
+                        target.gapped.add(stream)
                     one = stream.contributions[at] if at < len(stream.contributions) else None
                     if one is None or (one.name, one.at, *one.file.pieces[one.number]) != (
                         *(piece.file, piece.at),
@@ -315,7 +330,7 @@ class Sender:
         with self._changed:
             files, changes = list(self._files.items()), self._changes
         for name, file in files:
-            while target.should_have(file) and (piece := self._next_piece(name, file, target.counts)) is not None:
+            while target.should_have(file) and (piece := self._next_piece(name, file, target)) is not None:
                 piece_requests.store(connection, *piece)
                 count = 0 if piece[0].replaces else target.counts.get(name, (0, 0))[0]
                 target.counts[name] = (count + 1, file.version)
@@ -324,14 +339,16 @@ class Sender:
             with self._changed:
                 self._changed.wait(_OWN_SECONDS)
             return True
-        has_rest = any(file.cut < file.nbytes for _, file in files)  # a small piece that waits for more
+        has_rest = any(
+            file.cut < file.nbytes and not file.is_gone for _, file in files
+        )  # a small piece that waits for more
         if has_rest:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closing, _SMALL_SECONDS)
             return True
         if self._changes != changes:
             return True
-        self._note(target.state, HELD)
+        self._note(target.state, HELD if target.has_base and not target.gapped else _WITHOUT_BASE)
         with self._changed:
             is_new = self._changed.wait_for(lambda: self._changes != changes or self._is_closing, _CHECK_SECONDS)
             if self._changes == changes and self._is_closing:
@@ -351,18 +368,23 @@ class Sender:
         parities = parity_requests.list_parities(connection, self._run, with_pieces=False)
         return any(one.name.generation == self._generation for one in parities)
 
-    def _next_piece(
-        self, name: str, file: _SentFile, counts: dict[str, tuple[int, int]]
-    ) -> tuple[SentPiece, bytes] | None:
-        """The next piece that a holder does not have, and its bytes."""
-        with self._cutting:
-            count, version = counts.get(name, (0, 0))
-            if file.content is not None and version != file.version:
-                count = 0
-            self._cut(name, file, count + 1)
-            if count >= len(file.pieces):
-                return None
-        return self._sent(name, file, count)
+    def _next_piece(self, name: str, file: _SentFile, target: _Target) -> tuple[SentPiece, bytes] | None:
+        """The next piece that a holder does not have, and its bytes; None also if the chain has it no longer."""
+        try:
+            with self._cutting:
+                count, version = target.counts.get(name, (0, 0))
+                if file.content is not None and version != file.version:
+                    count = 0
+                self._cut(name, file, count + 1)
+                if count >= len(file.pieces):
+                    return None
+            return self._sent(name, file, count)
+        except OSError:
+            # Copies follow the list of the chain to a newer base; until then it must not be sent without what it names.
+            if not self._streams or not self._is_compacted(name, file):
+                raise
+            target.has_base = False
+            return None
 
     def _sent(self, name: str, file: _SentFile, number: int) -> tuple[SentPiece, bytes]:
         """A piece, and its bytes. Raises `OSError` if they cannot be read any more."""
@@ -375,7 +397,12 @@ class Sender:
             starts = file.start_end is not None and end >= file.start_end
             step = file.step_at(end)
         piece = PieceName(self._run, self._generation, name, offset)
-        return SentPiece(piece, digest, step, starts, file.content is not None, self._world, self._created), content
+        replaces = file.content is not None and not offset
+        return SentPiece(piece, digest, step, starts, replaces, self._world, self._created), content
+
+    def _is_compacted(self, name: str, file: _SentFile) -> bool:
+        """Whether a file cannot be read because the chain was compacted since."""
+        return False
 
     def _cut(self, name: str, file: _SentFile, count: int) -> None:
         """Cut a file into so many pieces, as far as they are there, and append each to the shortest stream.
@@ -401,22 +428,22 @@ class Sender:
         has_base = bool(self._seen)
         with self._changed:
             files = list(self._files.items())
+        while True:
+            for stream, row in target.rows:
+                while target.added[stream] < len(stream.contributions):
+                    one = stream.contributions[target.added[stream]]
+                    if not self._is_own(one):
+                        return False
+                    if not self._add(connection, target, stream, row, one):
+                        target.gapped.add(stream)
+                    target.added[stream] += 1
+            if not self._cut_next(files):
+                break
         with self._cutting:
-            for name, file in files:
-                while not file.is_small and file.cut < file.nbytes:
-                    count = len(file.pieces)
-                    self._cut(name, file, count + 1)
-                    if len(file.pieces) == count:
-                        break
             starts = self._find_starts(dict(files)) if has_base else None
         for stream, row in target.rows:
-            while target.added[stream] < len(stream.contributions):
-                one = stream.contributions[target.added[stream]]
-                if not self._is_own(one):
-                    return False
-                self._add(connection, target, stream, row, one)
-                target.added[stream] += 1
-            if starts is not None and stream not in target.marked and target.added[stream] >= starts[stream]:
+            is_new = stream not in target.marked and stream not in target.gapped
+            if starts is not None and is_new and target.added[stream] >= starts[stream]:
                 place = ParityPlace(self._parity_of(stream, row), stream.column, self._rank, 0)
                 log = PieceName(self._run, self._generation, self._main, 0)
                 mark = SentPiece(log, piece_requests.digest_of(b""), 0, False, False, self._world, self._created)
@@ -424,34 +451,58 @@ class Sender:
                 target.marked.add(stream)
         return True
 
+    def _cut_next(self, files: Sequence[tuple[str, _SentFile]]) -> bool:
+        """Cut one more piece of what is there, if there is one: other threads need not wait until all is read."""
+        for name, file in files:
+            if file.is_small or file.is_gone or file.cut >= file.nbytes:
+                continue
+            with self._cutting:
+                count = len(file.pieces)
+                try:
+                    self._cut(name, file, count + 1)
+                except OSError:
+                    if not self._is_compacted(name, file):
+                        raise
+                if len(file.pieces) > count:
+                    return True
+        return False
+
     def _add(
         self, connection: Connection, target: _Target, stream: _ColumnStream, row: int, one: _Contribution
-    ) -> None:
+    ) -> bool:
+        """Let a holder add a piece. Returns False if there is a gap, which counts as zeros: the chain was compacted."""
         try:
             piece, content = self._sent(one.name, one.file, one.number)
         except OSError:
-            if self._files.get(one.name) is one.file:
+            if not self._is_compacted(one.name, one.file):
                 raise
-            return  # the chain was compacted: a gap, which counts as zeros
+            return False
         place = ParityPlace(self._parity_of(stream, row), stream.column, self._rank, one.at)
         parity_requests.add(connection, place, piece, content)
         target.state.sent += len(content)
+        return True
 
     def _is_own(self, one: _Contribution) -> bool:
-        """Whether the rank's own holder has a piece, or does not answer."""
+        """Whether the rank's own holder has a piece, or does not answer, or nobody can read the piece any more."""
         own = self._targets[0]
-        return own.state.has_failed or own.counts.get(one.name, (0, 0))[0] > one.number
+        return own.state.has_failed or one.file.is_gone or own.counts.get(one.name, (0, 0))[0] > one.number
 
     def _find_starts(self, files: Mapping[str, _SentFile]) -> dict[_ColumnStream, int] | None:
-        """By stream, how many pieces it has of that from which a replay begins; None if not all of that is there."""
+        """By stream, up to which piece it has that from which a replay begins; None if not all of that is there."""
         log = files[self._main]
         parts = [file for name, file in files.items() if not file.is_small and name != self._main]
         if self._starts is None and log.start_end is not None and log.cut >= log.start_end:
-            if any(file.cut < file.nbytes for file in parts):
+            if any(file.is_gone or file.cut < file.nbytes for file in parts):
                 return None
+            # Files of the base may come after records that are not part of the start.
             self._starts = {
-                stream: sum(
-                    one.file is not log or log.offsets[one.number] < log.start_end for one in stream.contributions
+                stream: max(
+                    (
+                        number
+                        for number, one in enumerate(stream.contributions, 1)
+                        if one.file is not log or log.offsets[one.number] < log.start_end
+                    ),
+                    default=0,
                 )
                 for stream in self._streams
             }
@@ -490,6 +541,8 @@ class Sender:
         host = self._peers.host_of(rank, self._world)
         whole = self._peers.holders_of(host)
         names = [(self._main_file(rank), whole)]
+        if self._shares:
+            names += [(name, whole) for name in self._shares[rank]]
         if rank == 0:
             names.append((chain_file.NAME, (*whole, *self._peers.parities_of(host)[: self._peers.parsed.spares])))
         for name, hosts in names:
@@ -497,7 +550,7 @@ class Sender:
             files = [runs[one].get(self._generation, {}).get(name) for one in addresses if one in runs]
             if not files and not (self._peers.sets and name != chain_file.NAME):
                 return False
-            if any(file is None or not (file.starts or name == chain_file.NAME) for file in files):
+            if any(file is None or not file.starts for file in files):
                 return False
         return True
 
@@ -593,6 +646,8 @@ class LogSender(Sender):
         if logged is None or logged.run != self._generation:
             return
         members = self._base_of(chain, logged)
+        if logged.parent is not None and not members:
+            return  # nothing from which a replay can begin
         names = sorted(chain.folders_of(members[-1])) if members else []
         paths = [path for name in names for path in sorted((self._segment.parent / name).rglob("*")) if path.is_file()]
         base = {path.relative_to(self._segment.parent).as_posix(): path for path in paths}
@@ -600,12 +655,20 @@ class LogSender(Sender):
         line = logged if logged.parent in contents else replace(logged, parent=None)
         content = chain_file.dump(ChainIndex(members, (replace(line, step=None),)))
         sizes = {name: path.stat().st_size for name, path in base.items()}
-        own = _share(sizes, self._world, self._rank) if self._streams else base.keys()
-        added = {name: _SentFile(base[name], sizes[name]) for name in own if name not in self._files}
+        shares = _shares(sizes, self._world) if self._streams else []
+        own = shares[self._rank] if self._streams else base.keys()
+        added = {
+            name: _SentFile(base[name], sizes[name], start_end=sizes[name] if self._streams else None)
+            for name in own
+            if name not in self._files
+        }
         if self._streams and base and self._rank == 0:
             listed = json.dumps({"files": sizes}).encode()
-            added[HELD_FILES] = _SentFile(self._segment, len(listed), True, listed, 1)
+            added[HELD_FILES] = _SentFile(self._segment, len(listed), True, listed, 1, start_end=len(listed))
         with self._changed:
+            if self._streams and self._seen:
+                return  # another thread looked at the same time
+            self._shares = shares
             before = self._files.pop(chain_file.NAME, None)
             for name in [
                 one for one in self._files if not one.startswith(f"{self._segment.name}/") and one not in base
@@ -615,17 +678,25 @@ class LogSender(Sender):
             if self._rank == 0:
                 if before is None or before.content != content:
                     version = 1 if before is None else before.version + 1
-                    before = _SentFile(self._segment, len(content), True, content, version)
+                    before = _SentFile(self._segment, len(content), True, content, version, start_end=len(content))
                 self._files[chain_file.NAME] = before  # it comes last: what it names is held then
             self._changes += 1
+            self._seen = seen
             self._changed.notify_all()
-        self._seen = seen
+
+    def _is_compacted(self, name: str, file: _SentFile) -> bool:
+        is_of_base = file.content is None and not name.startswith(f"{self._segment.name}/")
+        if not is_of_base or file.path.exists() or not (self._segment / layouts.NAME).exists():
+            return False
+        file.is_gone = True
+        return True
 
     def _base_of(self, chain: ChainIndex, logged: LoggedSteps) -> tuple[Member, ...]:
         """The last base of a segment; with parity, that from which it begins, if it does not have its start itself."""
         if not self._streams:
             return chain.base_of(logged)
-        return () if logged.parent is None else chain.base_of(replace(logged, step=logged.first))
+        first = () if logged.parent is None else chain.base_of(replace(logged, step=logged.first))
+        return first if first or logged.parent is None else chain.base_of(logged)
 
 
 class SaveSender(Sender):
@@ -663,7 +734,7 @@ class SaveSender(Sender):
         files[main].start_end = files[main].nbytes
         if member is not None:
             content = chain_file.dump(ChainIndex((replace(member, folder=member_folder),)))
-            files[chain_file.NAME] = _SentFile(folder, len(content), True, content, 1)
+            files[chain_file.NAME] = _SentFile(folder, len(content), True, content, 1, start_end=len(content))
         super().__init__(peers, save, rank, files, say)
 
 
@@ -672,12 +743,11 @@ def _whole_file(path: Path, step: int) -> _SentFile:
     return _SentFile(path, path.stat().st_size, ends=[0], steps=[step])
 
 
-def _share(sizes: Mapping[str, int], world: int, rank: int) -> list[str]:
-    """The files that a rank sends: the largest first, each by the rank that has fewest bytes until then."""
-    nbytes, own = [0] * world, []
-    for name in sorted(sizes, key=lambda one: (-sizes[one], one)):
-        least = nbytes.index(min(nbytes))
-        nbytes[least] += sizes[name]
-        if least == rank:
-            own.append(name)
-    return own
+def _shares(sizes: Mapping[str, int], world: int) -> list[list[str]]:
+    """The files that each rank sends: the largest first, each by the rank that has fewest bytes until then."""
+    least, result = [(0, rank) for rank in range(world)], [list[str]() for _ in range(world)]
+    for name in sorted((name for name in sizes if sizes[name]), key=lambda one: (-sizes[one], one)):
+        nbytes, rank = least[0]
+        heapreplace(least, (nbytes + sizes[name], rank))
+        result[rank].append(name)
+    return result

@@ -21,9 +21,9 @@ one sender.
 5. A segment of the log has a generation of its own, so nothing of an abandoned timeline is in its parity. A holder
    that is started again has nothing, and each sender fills it from its first piece on. If a sender cannot read a
    piece any more, since the chain was compacted, it leaves a gap, which counts as zeros.
-6. *Marks*, which add nothing, say that the stream of a column has all from which a replay of its rank begins. An
-   older generation is freed only when each column is marked at each holder that answers, and at most M of a group do
-   not answer.
+6. *Marks*, which add nothing, say that the stream of a column has all from which a replay of its rank begins, without
+   a gap. An older generation is freed only when each column is marked at each holder that answers, each host's own
+   holder that answers has that start, too, and at most M of a group do not answer.
 
 **Reading.** What is lost at a place of the stream are the columns whose own holder does not have the piece. If the
 rows that answer have a solution there, the piece is computed, and believed only if it has the hash that its sender

@@ -181,7 +181,8 @@ class PeersStore(ListedStore):
         if HELD_FILES not in self._files:
             return True
         try:
-            sizes = json.loads(bytes(self._piece(HELD_FILES, 0)))["files"]
+            pieces = range(len(self._files[HELD_FILES].pieces))
+            sizes = json.loads(b"".join(self._piece(HELD_FILES, number) for number in pieces))["files"]
             return all(
                 not nbytes or (name in self._files and self._files[name].nbytes == nbytes)
                 for name, nbytes in sizes.items()
@@ -206,9 +207,10 @@ class PeersStore(ListedStore):
 
     @property
     def _logs(self) -> list[HeldFile]:
-        """The file of each rank: its log, or its pack of a save, which has no logs."""
+        """The file of each rank: its log, or its pack of a save, which has no logs, nor a base that ranks share."""
         logs = [file for name, file in self._files.items() if name.endswith(LOG)]
-        return logs or [file for name, file in self._files.items() if _PACK.fullmatch(name)]
+        is_save = not logs and HELD_FILES not in self._files
+        return [file for name, file in self._files.items() if _PACK.fullmatch(name)] if is_save else logs
 
     def level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
         """Nothing is known of what lies around the run."""
