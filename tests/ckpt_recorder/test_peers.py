@@ -32,12 +32,13 @@ from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.connection import Connection
 from ckpt_formats.stores.http_client import Credentials
 from ckpt_formats.stores.peers_store import PeersStore, _newest_whole, open_peers
-from ckpt_formats.stores.piece_requests import PieceName, SentPiece
+from ckpt_formats.stores.piece_requests import HeldFile, PieceName, SentPiece
 from ckpt_formats.stores.wire import FrameKind
 from ckpt_formats.universal.chain import chain_file, folder, states
-from ckpt_formats.universal.gradients.segment import open_segment
+from ckpt_formats.universal.gradients.record import Kind
+from ckpt_formats.universal.gradients.segment import rank_file
 from ckpt_recorder import Bases, Peers, Recorder
-from ckpt_recorder.orders import SegmentFollows
+from ckpt_recorder.orders import SegmentFollows, WriteRecord
 from ckpt_recorder.writer import LogWriter, WriterSettings
 from ckpt_training import load
 from ckpt_training.writing.ring import Ring
@@ -272,12 +273,29 @@ def test_a_run_that_goes_on_does_not_wait_until_the_writer_of_the_killed_one_rea
             assert not closing_thread.is_alive()
 
 
-def test_records_that_follow_each_other_at_once_share_a_piece(recorded: Held) -> None:
+def test_records_that_follow_each_other_at_once_share_a_piece(
+    recorded: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each piece costs memory of the holder and of the sender."""
-    (files,) = recorded.hosts[1].pieces._runs["run.chain"].values()
-    (log,) = (file for name, file in files.items() if name.endswith(".ckg"))
-    (segment,) = recorded.chain.glob("*/layout.json")
-    assert len(log.pieces) < sum(len(one.records) for one in open_segment(segment.parent).logs) * 3 // 4
+    monkeypatch.setattr("ckpt.holding.sender._SMALL_SECONDS", 2 * SECONDS)  # all records follow at once
+    host = Host.start()
+    peers = Peers([recorded.hosts[0].address, host.address], "copies:1", run="other")
+    with writer_of(recorded, tmp_path / "log", peers, trainer=os.getppid()) as writer:
+
+        def log() -> HeldFile | None:
+            files = next(iter(host.pieces.run("other").values()), {})
+            return next((file for name, file in files.items() if name.endswith(".ckg")), None)
+
+        wait_until(lambda: log() is not None)  # the first piece waits for nothing
+        for step in range(1, 9):
+            writer.do(WriteRecord(int(Kind.SKIPPED), step, {}), b"")
+        writer.close()
+        nbytes = (tmp_path / "log" / rank_file(0)).stat().st_size
+        wait_until(lambda: (own := log()) is not None and own.nbytes == nbytes)
+        own = log()
+        assert own is not None
+        assert len(own.pieces) == 2
+    host.holder.close()
 
 
 def test_a_new_segment_does_not_wait_until_the_holders_have_the_one_before_it(

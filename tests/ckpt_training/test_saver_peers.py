@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,10 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.peers_store import PeersStore, open_peers
+from ckpt_formats.stores.piece_requests import PieceName, SentPiece, digest_of
 from ckpt_training import Peers, Saver, load
+from ckpt_training.writing.peer_saves import PeerSaves
+from ckpt_training.writing.save_orders import SaveSettings
 from damage import ckpt as command
 
 SECONDS = 60.0
@@ -146,6 +151,85 @@ def test_a_save_replaces_the_one_before_only_when_it_is_whole_and_a_holder_that_
     finally:
         for host in hosts:
             host.close()
+
+
+@pytest.mark.slow
+def test_memory_for_two_saves_has_room_for_the_next_one_after_what_killed_jobs_have_left(tmp_path: Path) -> None:
+    job = Job()
+    pieces = [HeldPieces(memory) for memory in (1 << 24, 1_200_000)]
+    hosts = [Holder(one, NetworkAddress("127.0.0.1", 0)) for one in pieces]
+    peers = Peers([str(host.address) for host in hosts], "copies:1")
+
+    def generations() -> list[str]:
+        return list(pieces[1].run("run"))
+
+    try:
+        for step in (10, 20):
+            job.step()
+            with Saver(job.model, job.optimizer, tmp_path / "run", peers=peers) as saver:
+                saver.save(step).wait(SECONDS)
+                wait_until(lambda: list(saver.peers.values()) == [HELD])
+                if step == 10:
+                    (first,) = generations()
+                    content = bytearray(500_000)
+                    name = PieceName("run", "killed-15", "step-0000000015/packs/00000.safetensors", 0)
+                    created = next(iter(pieces[1].run("run")[first].values())).created + 1
+                    sent = SentPiece(name, digest_of(content), 15, False, False, 1, created)
+                    pieces[1].store(sent, content)
+                    assert pieces[1].nbytes > pieces[1].memory * 3 // 4  # no room for a third save
+                    continue
+                wait_until(lambda: len(generations()) == 1)
+        assert first not in generations()
+        assert load(f"peers://{peers.hosts[1]}/run", job.model, job.optimizer).step == 20
+    finally:
+        for host in hosts:
+            host.close()
+
+
+class HeldLate(HeldPieces):
+    """Stores the pieces of a step when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 24)
+        self.let = {10: threading.Event(), 20: threading.Event()}
+
+    def store(self, piece: SentPiece, content: bytearray) -> int:
+        self.let[piece.step].wait(SECONDS)
+        return super().store(piece, content)
+
+
+def test_a_save_in_whose_place_a_newer_one_is_sent_says_nothing_more(tmp_path: Path) -> None:
+    pieces, lines = HeldLate(), list[str]()
+    host = Holder(pieces, NetworkAddress("127.0.0.1", 0))
+    peers = Peers(["127.0.0.1:1", str(host.address)], "copies:1")
+    numbers = {"slot_nbytes": 64, "slots": 1, "seconds": 0.0, "rank": 0, "ranks": 1}
+    nothing = dict.fromkeys(("codec", "dcp_keys", "then", "protect", "base_every"))
+    settings = SaveSettings(
+        target=str(tmp_path), token="t", deltas=False, check=False, peers=asdict(peers), **numbers, **nothing
+    )
+    pack = tmp_path / "save/packs/00000.safetensors"
+    pack.parent.mkdir(parents=True)
+    pack.write_bytes(bytes(range(100)))
+    saves = PeerSaves(settings, lines.append)
+    try:
+        times = [saves.takes(10)]
+        saves.send(tmp_path / "save", 10, times[0] or 0, None)
+        given_up = saves._sender
+        assert given_up is not None
+        times.append(saves.takes(20))
+        saves.send(tmp_path / "save", 20, times[1] or 0, None)
+        pieces.let[10].set()
+        for thread in given_up._threads:
+            thread.join(SECONDS)
+        assert not any(HELD in line for line in lines)
+        pieces.let[20].set()
+        wait_until(lambda: any(HELD in line for line in lines))
+        assert [line.partition(f"{host.address} ")[2] for line in lines] == ["gets step 10", "gets step 20", HELD]
+    finally:
+        for event in pieces.let.values():
+            event.set()
+        saves.close(is_orphan=False)
+        host.close()
 
 
 @pytest.mark.parametrize(

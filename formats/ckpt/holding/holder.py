@@ -8,6 +8,7 @@ import json
 import socket
 import ssl
 import threading
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -169,14 +170,17 @@ class HeldPieces:
                 for generation, files in self._runs.get(run, {}).items()
             }
 
-    def drop(self, run: str, before: int) -> int:
-        """Free the generations of a run that began before this time. Returns the bytes that are held now."""
+    def drop(self, run: str, before: int, names: Collection[str] = ()) -> int:
+        """Free the generations of a run that began before this time, and those of these names.
+
+        Returns the bytes that are held now.
+        """
         with self._lock:
             generations, parities = self._runs.get(run, {}), self._parities.get(run, {})
             for one in {*generations, *parities}:
                 files, buffers = generations.get(one, {}), parities.get(one, {})
                 parts: list[_FileInMemory | ParityBuffer] = [*files.values(), *buffers.values()]
-                if all(part.created < before for part in parts):
+                if one in names or all(part.created < before for part in parts):
                     self.nbytes -= sum(file.counted for file in generations.pop(one, {}).values())
                     self.nbytes -= sum(_counted(buffer) for buffer in parities.pop(one, {}).values())
             if generations or parities:
@@ -247,8 +251,9 @@ class Holder(Listener):
                 self._pieces.run(str(run), fields.get("pieces", True) is True)
             )
         if kind is FrameKind.DROP:
-            fields = piece_requests.parse_request(body, {"run": str, "before": int})
-            return FrameKind.STORED, _json({"nbytes": self._pieces.drop(fields["run"], fields["before"])})
+            fields = piece_requests.parse_request(body, {"run": str, "before": int, "names": list})
+            nbytes = self._pieces.drop(fields["run"], fields["before"], fields["names"])
+            return FrameKind.STORED, _json({"nbytes": nbytes})
         if kind is FrameKind.ADD:
             return FrameKind.STORED, _json({"nbytes": self._pieces.add(*parity_requests.parse_added(body))})
         if kind is FrameKind.PARITIES:

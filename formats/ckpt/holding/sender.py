@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.connection import Connection
 from ckpt_formats.stores.http_client import Credentials
 from ckpt_formats.stores.parity_requests import HeldParity, ParityName, ParityPlace
+from ckpt_formats.stores.peers_store import HolderAnswer, PeersStore, is_pack
 from ckpt_formats.stores.piece_requests import HELD_FILES, HeldRun, PieceName, SentPiece
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
@@ -212,6 +214,7 @@ class Sender:
         self._main = generation.main_file(rank)
         self._files = files
         self._changed, self._is_closing, self._changes = threading.Condition(), False, 0
+        self._is_abandoned = False
         self._cutting = threading.Lock()  # not `_changed`: the writer of the log never waits for a read of a file
         self._seen: tuple[int, ...] = ()  # the list of the chain, at the last look
         self.is_whole = False
@@ -238,6 +241,12 @@ class Sender:
         for state, thread in zip(self.states, self._threads, strict=True):
             while thread.is_alive() and not state.has_failed and time.monotonic() < deadline:
                 thread.join(0.05)
+
+    def abandon(self) -> None:
+        """End without sending what is missing: each thread after the piece that it sends."""
+        with self._changed:
+            self._is_closing = self._is_abandoned = True
+            self._changed.notify_all()
 
     def _targets_of(self, host: int) -> tuple[_Target, ...]:
         addresses, parities = self._peers.addresses, self._peers.parities_of(host)
@@ -331,6 +340,8 @@ class Sender:
             files, changes = list(self._files.items()), self._changes
         for name, file in files:
             while target.should_have(file) and (piece := self._next_piece(name, file, target)) is not None:
+                if self._is_abandoned:
+                    return False
                 piece_requests.store(connection, *piece)
                 count = 0 if piece[0].replaces else target.counts.get(name, (0, 0))[0]
                 target.counts[name] = (count + 1, file.version)
@@ -515,27 +526,33 @@ class Sender:
         unfreed = set(self._peers.addresses)
         while unfreed:
             time.sleep(max(_LOOK_SECONDS, _PAUSE_EACH * len(self._peers.addresses)))
-            self.is_whole = self.is_whole or self._is_held()
+            if not self.is_whole:
+                self._look_at_holders()
             if self._is_closing:
                 return
             if self.is_whole:
-                unfreed -= {address for address in unfreed if self._free_older(address)}
+                unfreed -= {address for address in unfreed if self._free(address, self._created)}
 
-    def _is_held(self) -> bool:
-        """Whether a replay can begin with what is held: each rank's start, by all holders of it that answer."""
+    def _look_at_holders(self) -> None:
+        """Note whether a replay can begin with what is held: each rank's start, by all holders of it that answer."""
         runs, parities = dict[NetworkAddress, HeldRun](), dict[NetworkAddress, dict[ParityName, HeldParity]]()
         for address in self._peers.addresses:
             if self._is_closing:
-                return False
+                return
             with suppress(CkptError), closing(Connection(address, self._credentials, "holder", _ASK_SECONDS)) as one:
                 run = piece_requests.list_run(one, self._run, with_pieces=False)
                 if self._peers.sets:
                     known = parity_requests.list_parities(one, self._run, with_pieces=False)
                     parities[address] = {parity.name: parity for parity in known}
                 runs[address] = run
-        return all(
+        self.is_whole = all(
             self._is_start_held(rank, runs) and self._is_start_added(rank, parities) for rank in range(self._world)
         )
+        if not self.is_whole:
+            self._make_room(runs)
+
+    def _make_room(self, runs: Mapping[NetworkAddress, HeldRun]) -> None:
+        """Free what is in the way of this generation. `runs`: what each holder that answers has."""
 
     def _is_start_held(self, rank: int, runs: Mapping[NetworkAddress, HeldRun]) -> bool:
         host = self._peers.host_of(rank, self._world)
@@ -572,10 +589,13 @@ class Sender:
                         return False
         return True
 
-    def _free_older(self, address: NetworkAddress) -> bool:
-        """Free the older generations that a holder has. Returns whether it answered."""
+    def _free(self, address: NetworkAddress, before: int, names: Sequence[str] = ()) -> bool:
+        """Free the generations in a holder that began before this time, and those of these names.
+
+        Returns whether it answered.
+        """
         with suppress(CkptError), closing(Connection(address, self._credentials, "holder", _ASK_SECONDS)) as one:
-            piece_requests.drop(one, self._run, self._created)
+            piece_requests.drop(one, self._run, before, names)
             return True
         return False
 
@@ -736,6 +756,31 @@ class SaveSender(Sender):
             content = chain_file.dump(ChainIndex((replace(member, folder=member_folder),)))
             files[chain_file.NAME] = _SentFile(folder, len(content), True, content, 1, start_end=len(content))
         super().__init__(peers, save, rank, files, say)
+
+    def _make_room(self, runs: Mapping[NetworkAddress, HeldRun]) -> None:
+        """Free what earlier saves have left besides the newest one that is whole: holders have room for two saves.
+
+        A save is left that was given up, or whose job was killed; and one that was not freed yet at the end of its job.
+        """
+        answers = [HolderAnswer(address, run) for address, run in runs.items()]
+        names = {name for run in runs.values() for name in run} - {self._generation}
+        saves = {name: PeersStore(self._run, name, answers, None, ()) for name in names}
+        older = {name: save for name, save in saves.items() if save.created < self._created}
+        whole = [name for name, save in older.items() if save.is_whole]
+        if not whole:
+            return
+        last = max(whole, key=lambda name: older[name].created)
+        before = older[last].created if self._has_all_copies(last, runs) else 0
+        parts = [name for name, save in older.items() if name not in whole and not save.is_recorded]
+        for address, run in runs.items():
+            if any(name in parts or older[name].created < before for name in run if name in older):
+                self._free(address, before, parts)
+
+    def _has_all_copies(self, name: str, runs: Mapping[NetworkAddress, HeldRun]) -> bool:
+        """Whether so many holders have each file of a save that is whole as the scheme says."""
+        copies = [run[name] for run in runs.values() if name in run]
+        counts = Counter(file for one in copies for file, status in one.items() if status.starts or not is_pack(file))
+        return min(counts[file] for one in copies for file in one) >= self._peers.parsed.spares
 
 
 def _whole_file(path: Path, step: int) -> _SentFile:

@@ -210,7 +210,12 @@ class PeersStore(ListedStore):
         """The file of each rank: its log, or its pack of a save, which has no logs, nor a base that ranks share."""
         logs = [file for name, file in self._files.items() if name.endswith(LOG)]
         is_save = not logs and HELD_FILES not in self._files
-        return [file for name, file in self._files.items() if _PACK.fullmatch(name)] if is_save else logs
+        return [file for name, file in self._files.items() if is_pack(name)] if is_save else logs
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it is a segment of a recorded run, and no save."""
+        return any(name.endswith(LOG) or name == HELD_FILES for name in self._files)
 
     def level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
         """Nothing is known of what lies around the run."""
@@ -434,6 +439,11 @@ class PeersStore(ListedStore):
             raise
         self._connections[address].put(connection)
         return answer
+
+
+def is_pack(name: str) -> bool:
+    """Whether a file is the pack of a rank."""
+    return _PACK.fullmatch(name) is not None
 
 
 def _connect(address: NetworkAddress, credentials: Credentials) -> Connection:

@@ -7,7 +7,7 @@ computed.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -238,9 +238,13 @@ def store(connection: Connection, piece: SentPiece, content: bytes) -> None:
     connection.receive(FrameKind.STORED, wire.MAX_REQUEST)
 
 
-def drop(connection: Connection, run: str, before: int) -> None:
-    """Let a holder free the generations of a run that began before this time. Raises `CkptError`."""
-    connection.send(FrameKind.DROP, json.dumps({"run": run, "before": before}).encode())
+def drop(connection: Connection, run: str, before: int, names: Sequence[str] = ()) -> None:
+    """Let a holder free the generations of a run that began before this time, and those of these names.
+
+    Raises `CkptError`.
+    """
+    fields = {"run": run, "before": before, "names": list(names)}
+    connection.send(FrameKind.DROP, json.dumps(fields).encode())
     connection.receive(FrameKind.STORED, wire.MAX_REQUEST)
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ckpt.chains.write import member_of
@@ -26,13 +27,20 @@ class PeerSaves:
         self._settings, self._send = settings, send
         self._peers = Peers(**settings.peers or {})
         self._sender: SaveSender | None = None
-        self._step, self._start = 0, 0.0
+        self._step, self._start, self._created = 0, 0.0, 0
 
-    def takes(self, step: int) -> bool:
-        """Return whether rank 0 lets all ranks send this save; else it says what is still on its way.
+    def takes(self, step: int) -> int | None:
+        """Return when this save was published, in nanoseconds since 1970, if rank 0 lets all ranks send it.
 
-        An earlier save has so long as a rank may take for a save, until a newer one is sent in its place.
+        Else it says what is still on its way. An earlier save has so long as a rank may take for a save, until a newer
+        one is sent in its place.
         """
+        if not self._is_free(step):
+            return None
+        self._created = max(time.time_ns(), self._created + 1)  # holders compare them, and a clock may go back
+        return self._created
+
+    def _is_free(self, step: int) -> bool:
         if self._sender is None:
             return True
         deadline = time.monotonic() + _WHOLE_SECONDS
@@ -53,7 +61,10 @@ class PeerSaves:
 
         `created`: when it was published; `manifest`: of the save, for rank 0.
         """
-        self.close(is_orphan=False, seconds=0.0)
+        if self._sender is not None:
+            self._sender.abandon()
+            self._sender = None
+        self._step, self._start = step, time.monotonic()
         rank = self._settings.rank
         generation = SentGeneration(
             self._peers.run or self._settings.path.name,
@@ -68,17 +79,21 @@ class PeerSaves:
             self._say(str(self._peers.addresses[host]), f"gets step {step}")
         try:
             member = None if manifest is None else member_of(save, manifest, step)
-            self._sender = SaveSender(self._peers, generation, save, rank, member, self._say)
+            self._sender = SaveSender(self._peers, generation, save, rank, member, partial(self._say_of, step))
         except (CkptError, OSError) as error:  # such as a token file that cannot be read: the save is published
             for host in hosts:
                 self._say(str(self._peers.addresses[host]), reason_of(error))
-        self._step, self._start = step, time.monotonic()
 
-    def close(self, *, is_orphan: bool, seconds: float = _CLOSE_SECONDS) -> None:
-        """End, once the holders that answer have what was sent, but wait so many seconds at most."""
+    def close(self, *, is_orphan: bool) -> None:
+        """End, once the holders that answer have what was sent, or after some seconds."""
         if self._sender is not None:
-            self._sender.close(_ORPHAN_SECONDS if is_orphan else seconds)
+            self._sender.close(_ORPHAN_SECONDS if is_orphan else _CLOSE_SECONDS)
             self._sender = None
+
+    def _say_of(self, step: int, address: str, state: str) -> None:
+        """Say how far the holder of a save is. Of one that was given up, nothing is said any more."""
+        if step == self._step:
+            self._say(address, state)
 
     def _say(self, address: str, state: str) -> None:
         self._send(f"peer {address} {' '.join(state.split())[:500]}")

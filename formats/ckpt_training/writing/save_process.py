@@ -340,9 +340,9 @@ class SaveWriter(OrderWriter):
             self._append(stage, manifest)
         else:
             stage.publish()
-        sent_at = None
-        if self._peers is not None and self._peers.takes(save.step):
-            sent_at, save.manifest = time.time_ns(), manifest
+        sent_at = None if self._peers is None else self._peers.takes(save.step)
+        if sent_at is not None:
+            save.manifest = manifest
         kind = "base" if manifest is None or manifest.parent is None else "delta"
         return SaveOutcome(assembled.content, kind, sent_at=sent_at)
 
