@@ -420,12 +420,17 @@ class Sender:
 
         The caller holds `_cutting`: so all holders of parities have the same streams.
         """
+        before = len(file.pieces)
         file.cut_pieces(count, is_last=self._is_closing or name != self._main)
         for number in range(file.placed, len(file.pieces) if self._streams and not file.is_small else 0):
             stream = min(self._streams, key=lambda one: one.nbytes)
             stream.contributions.append(_Contribution(name, file, number, stream.nbytes))
             stream.nbytes += file.pieces[number][0]
             file.placed = number + 1
+        if len(file.pieces) > before:
+            with self._changed:  # other threads may have looked just before
+                self._changes += 1
+                self._changed.notify_all()
 
     # Parity
 
