@@ -41,7 +41,11 @@ def verify(
     If there is parity, of the path or of members of a chain, all files are compared with it, too. `open_checkpoint` is
     called if the path is not a chain.
     """
-    protected = [] if how.quick or is_remote(path) else protected_folders(path)
+    protected = [] if how.quick else protected_folders(path)
+    if protected and is_remote(path):
+        place = printable(str(path))
+        notes.note(f"its parity was not compared; this does so: ckpt repair {place} --dry-run")
+        protected = []
     if not protected:
         return _verify_files(path, open_checkpoint, resources, how, as_json)
     from ckpt_cli.views.protect import verify_parity

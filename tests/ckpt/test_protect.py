@@ -9,6 +9,7 @@ import random
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import ckpt
 from ckpt.pipeline import Resources
 from ckpt_formats.core import publish
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.tensor import read
 from ckpt_formats.parity import manifest
 from ckpt_formats.parity.blocks import BlockPlace, StripeBuffers, combine
@@ -433,6 +435,35 @@ def test_repair_replaces_no_file_that_is_written_meanwhile(tmp_path: Path) -> No
         with pytest.raises(ckpt.CkptError):
             ckpt.repair(root, resources=TWO, progress=write)
         assert (root / name).read_bytes() == content
+
+
+def test_repair_replaces_no_file_that_is_written_while_others_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    fill(root, {name: os.urandom(99) for name in "ab"})
+    ckpt.protect(root, 2, resources=TWO)
+    for name in "ab":
+        flip(root / name)
+    replace_from = FolderPlace.replace_from
+
+    def replace(*given: Any) -> None:
+        replace_from(*given)
+        (root / "b").write_bytes(b"newer")
+
+    monkeypatch.setattr(FolderPlace, "replace_from", replace)
+    with pytest.raises(ckpt.CorruptError, match="was written during the repair"):
+        ckpt.repair(root, resources=TWO)
+    assert (root / "b").read_bytes() == b"newer"
+
+
+def test_parity_is_not_written_over_a_link(run: Path, tmp_path: Path) -> None:
+    (run / ".ckpt-parity").rename(tmp_path / "disk")
+    (run / ".ckpt-parity").symlink_to(tmp_path / "disk")
+    whole = contents_of(tmp_path / "disk")
+    assert "--into" in command("protect", run, "--overwrite").err
+    assert not ckpt.repair(run, dry_run=True, resources=TWO).damaged
+    assert contents_of(tmp_path / "disk") == whole
 
 
 def test_no_file_is_written_through_a_link_to_a_folder(run: Path, tmp_path: Path) -> None:

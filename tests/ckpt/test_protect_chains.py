@@ -78,6 +78,21 @@ def test_any_two_states_that_are_lost_are_repaired_and_three_are_named(chain: Pa
 
 
 @pytest.mark.slow
+def test_a_state_of_a_damaged_chain_is_read_through_its_parity(chain: Path) -> None:
+    ckpt.save(ckpt.open(f"{chain}@4"), chain.with_name("whole"))
+    append(chain, state(5), None, DeltaPolicy(), ONE)  # without parity
+    for step in (1, 3):
+        shutil.rmtree(chain / f"step-{step:010}")
+    for name in (f"{chain.name}@4", f"{chain.name}/step-0000000004"):
+        ckpt.save(ckpt.open(f"parity://{chain.parent}/{name}"), chain.with_name("out"), overwrite=True)
+        assert command("diff", chain.with_name("out"), chain.with_name("whole")).code == 0
+    assert command("convert", f"parity://{chain}@5", chain.with_name("last")).code == 0
+    for target in (chain, chain / "step-0000000004"):
+        refused = command("convert", f"parity://{chain}@4", target, "--overwrite")
+        assert (refused.code, "fault" in refused.err) == (30, False)
+
+
+@pytest.mark.slow
 def test_compact_leaves_parity_of_the_states_that_stay(chain: Path) -> None:
     assert command("compact", chain, "--keep", "last:2").code == 0
     names = {name.partition("/")[0] for name in find_parity(chain).manifest.lengths}

@@ -31,7 +31,8 @@ def check_replaceable(target: Path, inputs: Iterable[Path]) -> None:
             hint="Write it under another name, then remove the old one with the tools of the store.",
         )
     real = Path(os.path.realpath(target))
-    if any(real in (one, *one.parents) for one in map(Path, map(os.path.realpath, inputs))):
+    local = (path for one in inputs if (path := _local(one)) is not None)
+    if any(real in (one, *one.parents) for one in map(Path, map(os.path.realpath, local))):
         raise inside(target)
     if target.is_symlink():
         raise OutputError(
@@ -47,6 +48,14 @@ def check_replaceable(target: Path, inputs: Iterable[Path]) -> None:
     if not is_one:
         what = "exists, and is not one checkpoint, so it is not replaced"
         raise OutputError(what, where=target, hint="Choose another name, or remove it first.")
+
+
+def _local(path: Path) -> Path | None:
+    """The path in the file system where this is read, also through parity; None of what is in a store."""
+    if not is_remote(path):
+        return path
+    through = str(path).removeprefix("parity://")
+    return Path(through) if through.startswith("/") else None
 
 
 def replace_target(target: Path) -> None:

@@ -19,6 +19,7 @@ from ckpt.protection.protect import (
     EarlierGroups,
     Protection,
     ProtectPlan,
+    check_no_link,
     is_protected,
     locked,
     plan_protect,
@@ -93,6 +94,7 @@ def plan_members(
 ) -> MembersPlan:
     """What `protect_members` would do. Raises as it does."""
     chain = chain_file.read(run)
+    check_no_link(parity_folder(run))
     names = [member.folder for member in chain.members if member.folder not in without]
     earlier = None if anew else _earlier(run, lose)
     replaced = frozenset() if earlier is None else states_written_anew(earlier, only_newer=True)

@@ -175,6 +175,7 @@ def plan_protect(
         raise NotFoundError("holds no file with content", where=given)
     elsewhere = _elsewhere(given, into)
     base = parity_folder(given)
+    check_no_link(base)
     if not overwrite and ((base / NAME).exists() if is_remote(base) else os.path.lexists(base)):
         raise OutputError(
             "has parity already",
@@ -195,6 +196,13 @@ def plan_protect(
     name = given.name if given.is_file() else None
     folder = ProtectedFolder(root, places_of(base, elsewhere, lose), BlockHashes.empty(manifest), name)
     return ProtectPlan(folder, elsewhere, identities, overwrite)
+
+
+def check_no_link(base: Path) -> None:
+    """Raise `OutputError` if the folder for parity is a link: it would be replaced, and not what it leads to."""
+    if not is_remote(base) and base.is_symlink():
+        hint = "Remove the link, and name the folder that should have the parity: --into FOLDER."
+        raise OutputError("is a link, through which no parity is written", where=base, hint=hint)
 
 
 def _elsewhere(given: Path, into: Sequence[StrPath]) -> tuple[Path, ...]:

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from ckpt_formats.core.errors import CkptError, CorruptError, OutputError, Unsaf
 from ckpt_formats.core.files import write_at
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import unwritable
+from ckpt_formats.core.place import ObjectEntry
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.parity.blocks import (
     BlockAddress,
@@ -118,12 +119,13 @@ def repair(
         else:
             try:
                 identities = {path: Identity.of(path.stat()) for path, _, _ in all_files(folder) if path.exists()}
+                entries = {path: entry_at(path) for path in identities}
                 in_store = next(filter(is_remote, (root, *folder.places)), root)
                 scratch = stack.enter_context(scratch_for(in_store, resources))
                 with _Rebuilt(folder, scratch) as rebuilt:
                     damage = find_damage(folder, resources, count, copies, _repaired, rebuilt)
                 files = damage.files()
-                _write(damage, files, rebuilt, identities, resources, count)
+                _write(damage, files, rebuilt, identities, entries, resources, count)
                 _renew_manifests(folder)
             except OSError as error:
                 if isinstance(error, CkptError):
@@ -242,10 +244,13 @@ def _write(
     files: Sequence[DamagedFile],
     rebuilt: _Rebuilt,
     identities: Identities,
+    entries: Mapping[Path, ObjectEntry | None],
     resources: Resources,
     count: Callable[[int], None],
 ) -> None:
     """Write the files that can be repaired beside their places, compare them, and rename them.
+
+    `identities` and `entries`: what was known of the files before they were read.
 
     Nothing is removed that has the only copy of a block. If one of a file that cannot be repaired is in a file that is
     replaced, what is left of the first one is written beside its place, where the next repair finds it.
@@ -276,8 +281,9 @@ def _write(
         raise CorruptError("appeared during the repair", where=appeared[0], hint="Repair it when nothing writes it.")
     for path, new in outputs.items():
         final = _repaired(path) if path in unrepairable else path
+        there = entry_at(final) if path in unrepairable else entries.get(final)
         try:
-            place_at(final.parent).replace_from(final.name, new, entry_at(final))
+            place_at(final.parent).replace_from(final.name, new, there)
         except FileExistsError:
             hint = "Repair it when nothing writes it."
             raise CorruptError("was written during the repair", where=final, hint=hint) from None

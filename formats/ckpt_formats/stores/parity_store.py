@@ -4,7 +4,7 @@ Each block is compared with its hash when it is read; one that does not fit is c
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -15,6 +15,7 @@ import numpy as np
 from ckpt_codecs.base import Array
 from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.folders import below
 from ckpt_formats.core.store_path import StorePath, is_remote
 from ckpt_formats.parity.blocks import (
     BlockAddress,
@@ -23,12 +24,14 @@ from ckpt_formats.parity.blocks import (
     StripeBuffers,
     find_parity,
     has_parity,
+    protected_folders,
     recover,
 )
-from ckpt_formats.parity.manifest import BLOCK_NBYTES, HASH_NBYTES
+from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, HASH_NBYTES
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
 
 SCHEME = "parity"
+_CHAIN = "chain.json"
 _RECENT = 32
 """Blocks that are in memory, since small reads share them."""
 
@@ -37,6 +40,7 @@ _RECENT = 32
 class _StoredPart:
     """Blocks of a file that follow each other in a domain."""
 
+    folder: ProtectedFolder
     group: int
     column: int
     stripe: int
@@ -45,32 +49,34 @@ class _StoredPart:
 
 
 class ParityStore(ListedStore):
-    """The files of a folder as they were when they were protected. Threads may share it."""
+    """The files of folders as they were when they were protected. Threads may share it."""
 
-    def __init__(self, folder: ProtectedFolder) -> None:
-        root, tag = _key(folder.root), folder.hashes.to_bytes()[-HASH_NBYTES:].hex()
-        objects = {
-            f"{root}/{name}": StoredObject(nbytes, f"{tag}-{number}", 0.0)
-            for number, (name, nbytes) in enumerate(folder.manifest.lengths.items())
-        }
-        above = folder.root.store.url if is_remote(folder.root) else ""
-        super().__init__(f"{SCHEME}://{above}", objects, root)
-        self._folder = folder
+    def __init__(self, root: Path, folders: Sequence[ProtectedFolder], plain: Sequence[str] = ()) -> None:
+        """`root`: the folder with all of them. `plain`: the names of files in it without parity, read as they are."""
+        self._arguments = (root, folders, plain)
+        objects: dict[str, StoredObject] = {}
+        self._plain = {f"{_key(root)}/{name}": root / name for name in plain}
+        for key, path in self._plain.items():
+            status = path.stat()
+            objects[key] = StoredObject(status.st_size, f"{status.st_mtime_ns}-{status.st_size}", status.st_mtime)
         self._parts: dict[str, list[_StoredPart]] = {}
-        for number, group in enumerate(folder.manifest.groups):
-            for column, domain in enumerate(group.domains):
-                stripe = 0
-                for file in domain.files:
-                    part = _StoredPart(number, column, stripe, file.block_count)
-                    self._parts.setdefault(f"{root}/{file.name}", []).append(part)
-                    stripe += file.block_count
-        self._recent: OrderedDict[BlockAddress, Array] = OrderedDict()
+        for folder in folders:
+            above, tag = _key(folder.root), folder.hashes.to_bytes()[-HASH_NBYTES:].hex()
+            for number, (name, nbytes) in enumerate(folder.manifest.lengths.items()):
+                objects[f"{above}/{name}"] = StoredObject(nbytes, f"{tag}-{number}", 0.0)
+            for number, group in enumerate(folder.manifest.groups):
+                for column, domain in enumerate(group.domains):
+                    stripe = 0
+                    for file in domain.files:
+                        part = _StoredPart(folder, number, column, stripe, file.block_count)
+                        self._parts.setdefault(f"{above}/{file.name}", []).append(part)
+                        stripe += file.block_count
+        super().__init__(f"{SCHEME}://{root.store.url if is_remote(root) else ''}", objects, _key(root))
+        self._recent: OrderedDict[tuple[str, int], Array] = OrderedDict()
         self._lock_of_recent = Lock()
-        self.computed: set[BlockAddress] = set()
-        """Blocks that did not fit, and were computed."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._folder,)
+        return type(self), self._arguments
 
     def level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
         """Nothing is known of what lies around the folder."""
@@ -78,36 +84,41 @@ class ParityStore(ListedStore):
 
     def get(self, key: str, offset: int, nbytes: int) -> memoryview:
         """A range of a file. Raises `IncompleteError` if more is lost than parity replaces."""
+        if key in self._plain:
+            data = np.empty(nbytes, np.uint8)
+            with Reader(check=False) as reader:
+                reader.read_into(self._plain[key], offset, data.data)
+            return data.data
         parts = []
         for index in range(offset // BLOCK_NBYTES, -(-(offset + nbytes) // BLOCK_NBYTES)):
             start = index * BLOCK_NBYTES
-            block = self._block(self._address(key, index))
+            block = self._block(key, index)
             parts.append(block[max(offset - start, 0) : offset + nbytes - start])
         return parts[0].data if len(parts) == 1 else np.concatenate(parts).data
 
-    def _address(self, key: str, index: int) -> BlockAddress:
-        """Where a block of a file is among all."""
+    def _address(self, key: str, index: int) -> tuple[ProtectedFolder, BlockAddress]:
+        """Where a block of a file is among all of its folder."""
         for part in self._parts[key]:
             if index < part.count:
-                return BlockAddress(part.group, part.column, part.stripe + index)
+                return part.folder, BlockAddress(part.group, part.column, part.stripe + index)
             index -= part.count
         raise IndexError(f"{key} has no such block")
 
-    def _block(self, at: BlockAddress) -> Array:
+    def _block(self, key: str, index: int) -> Array:
         """A block, (n,) uint8, that fits its hash."""
         with self._lock_of_recent:
-            if at in self._recent:
-                self._recent.move_to_end(at)
-                return self._recent[at]
-        block = np.empty(self._folder.place(at).nbytes, np.uint8)
+            if (key, index) in self._recent:
+                self._recent.move_to_end((key, index))
+                return self._recent[key, index]
+        folder, at = self._address(key, index)
+        block = np.empty(folder.place(at).nbytes, np.uint8)
         with Reader(check=False) as reader:
-            source = BlockSource(self._folder, reader)
+            source = BlockSource(folder, reader)
             if not source.fetch(at, block):
                 (computed,) = recover(source, [at], [], StripeBuffers(1))
                 block[:] = computed[: block.size]
-                self.computed.add(at)
         with self._lock_of_recent:
-            self._recent[at] = block
+            self._recent[key, index] = block
             while len(self._recent) > _RECENT:
                 self._recent.popitem(last=False)
         return block
@@ -121,9 +132,27 @@ def open_parity(url: str, path: Path) -> StorePath:
     place = path.absolute()
     if ".." in place.parts:
         raise InvalidArgumentError("has a part `..`", where=url, hint="Name the folder itself.")
-    chain = place.with_name(place.name.rpartition("@")[0]) if "@" in place.name else place
-    root = next((one for one in (place, chain, *_above(place)) if has_parity(one)), place)
-    return StorePath(ParityStore(find_parity(root)), _key(place))
+    named = place.with_name(place.name.rpartition("@")[0]) if "@" in place.name else place
+    around = (place, named, *_above(place))
+    chain = next((one for one in around if (one / _CHAIN).is_file()), None)
+    store = None if chain is None else _of_states(chain)
+    if store is None:
+        folder = find_parity(next((one for one in around if has_parity(one)), place))
+        store = ParityStore(folder.root, [folder])
+    return StorePath(store, _key(place))
+
+
+def _of_states(chain: Path) -> ParityStore | None:
+    """A chain whose states have parity, each its own or in groups; None if it has none, or as a whole.
+
+    Its list has none, nor have states that were appended without: they have checksums of their own.
+    """
+    folders = [find_parity(one) for one in protected_folders(chain)]
+    known = {f"{_key(folder.root)}/{name}" for folder in folders for name in folder.manifest.lengths}
+    if not folders or f"{_key(chain)}/{_CHAIN}" in known:
+        return None
+    names = (name for name, _ in below(chain) if not any(part.endswith(FOLDER) for part in name.split("/")))
+    return ParityStore(chain, folders, [name for name in names if f"{_key(chain)}/{name}" not in known])
 
 
 def _above(path: Path) -> Iterator[Path]:
