@@ -278,6 +278,11 @@ def _of_system(error: OSError) -> CkptError:
     if isinstance(error, _StdoutError):
         _drop_stdout()
         return OutputError(f"standard output cannot be written: {message}")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        hint = 'Go to the folder again: cd "$PWD".'
+        return NotFoundError("the current folder was removed or replaced by another one", hint=hint)
     hint = "The system does not say which file. Check the disks of the source and of the target, then run it again."
     return OutputError(f"a file cannot be read or written: {message}", hint=hint)
 

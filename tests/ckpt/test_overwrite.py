@@ -50,6 +50,9 @@ def test_overwrite_replaces_the_current_folder(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path / "out")
     done = command("convert", source(tmp_path, 2.0), ".", "--overwrite")
     assert (done.code, value_of(tmp_path / "out")) == (0, 2.0), done.err
+    again = command("convert", source(tmp_path, 3.0), "../out/.", "--overwrite")
+    assert (again.code, value_of(tmp_path / "out")) == (10, 2.0)
+    assert "the current folder was removed or replaced" in again.err
 
 
 def test_overwrite_removes_the_checksums_of_the_old_file(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from ckpt_formats.containers.contents import check_content
 from ckpt_formats.containers.file_starts import HEAD_NBYTES
 from ckpt_formats.containers.safetensors import parse_json_object
 from ckpt_formats.core.checkpoint import SourceFile
-from ckpt_formats.core.errors import CorruptError
-from ckpt_formats.core.files import open_regular, read_whole
+from ckpt_formats.core.errors import CkptError, CorruptError
+from ckpt_formats.core.files import open_regular, read_whole, unreadable
 from ckpt_formats.core.folders import CONFIG, TRAINER_STATE
 from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.values import Value
@@ -37,8 +37,13 @@ def read_side_files(files: Iterable[Path]) -> tuple[dict[str, Value], tuple[Sour
     too_large: list[str] = []
     total = 0
     for file in files:
-        with open_regular(file) as opened:
-            nbytes = opened.seek(0, 2)
+        try:
+            with open_regular(file) as opened:
+                nbytes = opened.seek(0, 2)
+        except CkptError:
+            raise
+        except OSError as error:
+            raise unreadable(error, file) from error
         if file.name in _TYPED:
             content = read_whole(file, _MAX_TYPED_BYTES)
             check_content(content[:HEAD_NBYTES], file)

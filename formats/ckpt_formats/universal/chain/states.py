@@ -5,7 +5,7 @@ from pathlib import Path
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError
 from ckpt_formats.core.format import identified
-from ckpt_formats.core.text import list_names, printable
+from ckpt_formats.core.text import counted, list_names, printable
 from ckpt_formats.universal.chain import members
 from ckpt_formats.universal.chain.address import Address
 from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
@@ -73,7 +73,7 @@ def _named(chain: ChainIndex, address: Address) -> Member:
     names = [member.name or "" for member in chain.members]
     if address.name is None and address.step is None:
         raise NotFoundError(
-            f"a family of {len(names)} models, and the path names none of them",
+            f"a family of {counted(len(names), 'model')}, and the path names none of them",
             where=address.run,
             hint=f"Name one: {printable(address.run.name)}@{names[0]}. It has {list_names(names)}.",
         )
