@@ -243,14 +243,14 @@ def test_balance_biases_are_read_where_each_version_of_maxtext_has_them(tmp_path
 def test_collections_are_part_of_all_names_where_some_would_not_tell_theirs(more: str) -> None:
     paths = [tuple(name.split(".")) for name in ("params.params.a", "params.MoEBiasVar.a")]
     array = Tensor.of(ArrayBlob(np.zeros(2, np.float32)))
-    found = find_model({}, dict.fromkeys(paths, array))
-    assert found is not None
-    assert [*found.names.values()] == ["a", "MoEBiasVar.a"]
+    model_part = find_model({}, dict.fromkeys(paths, array))
+    assert model_part is not None
+    assert [*model_part.names.values()] == ["a", "MoEBiasVar.a"]
     paths.append(tuple(more.split(".")))
-    found = find_model({}, dict.fromkeys(paths, array))
-    assert found is not None
-    assert not found.has_collections
-    assert [(*found.prefix, *path_of(name, ".", False)) for name in found.names.values()] == paths
+    model_part = find_model({}, dict.fromkeys(paths, array))
+    assert model_part is not None
+    assert not model_part.has_collections
+    assert [(*model_part.prefix, *path_of(name, ".", False)) for name in model_part.names.values()] == paths
 
 
 @pytest.mark.parametrize(
