@@ -35,7 +35,7 @@ from ckpt_formats.stores import parity_requests, piece_requests, wire
 from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.connection import Connection
 from ckpt_formats.stores.http_client import Credentials
-from ckpt_formats.stores.parity_pieces import PiecesInParity, computed
+from ckpt_formats.stores.parity_pieces import ParityRow, PiecesInParity, computed
 from ckpt_formats.stores.parity_requests import ColumnPiece, HeldColumn, HeldParity, ParityName, ParityPlace
 from ckpt_formats.stores.peers_store import PeersStore, open_peers
 from ckpt_formats.stores.piece_requests import PieceName, SentPiece
@@ -232,6 +232,40 @@ def test_what_parity_cannot_give_comes_from_the_chain_or_is_an_error(logs: Logs,
     finally:
         for _, part, at in places:
             part[at] ^= 1
+
+
+@pytest.mark.slow
+def test_a_parity_that_changes_at_each_request_is_left_out_and_not_named_as_damaged(
+    logs: Logs, six: Filled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = six.hosts[2].holder  # of the first row of a set with host 0
+    answer = holder._answer_to
+
+    def shorter(kind: FrameKind, body: bytearray) -> tuple[FrameKind, bytes | memoryview]:
+        answered, content = answer(kind, body)
+        if kind is FrameKind.SUM:
+            content = (int.from_bytes(content[:8], "little") - 1).to_bytes(8, "little") + content[8:]
+        return answered, content
+
+    monkeypatch.setattr("ckpt_formats.stores.peers_store._REFRESHES", 1)
+    monkeypatch.setattr(holder, "_answer_to", shorter)
+    path = open_peers(six.url([0]))
+    assert logs.compare(path) == STEPS
+    assert store_of(path).damaged == set()
+
+
+def test_a_sum_is_what_was_listed_unless_a_column_grew_there_or_is_shorter() -> None:
+    pieces = [ColumnPiece("a/b.ckg", 0, nbytes, "00" * 16, 1, True, 0) for nbytes in (100, 50)]
+    columns = {number: HeldColumn(number, 2, 1, True, (piece,)) for number, piece in enumerate(pieces)}
+    row = ParityRow.of(HERE, HeldParity(NAME, columns))
+    for ends, start, stop, expected in (
+        ([100, 50], 0, 100, True),
+        ([100, 60], 0, 50, True),
+        ([100, 60], 0, 51, False),
+        ([100, 60], 60, 100, True),
+        ([40, 50], 0, 30, False),
+    ):
+        assert row.knows(ends, start, stop) == expected
 
 
 class Mortal(Holder):

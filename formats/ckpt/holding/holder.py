@@ -136,7 +136,7 @@ class HeldPieces:
                 for buffer in buffers.values()
             ]
 
-    def sum(self, name: ParityName, offset: int, nbytes: int) -> tuple[list[int], bytes]:
+    def sum(self, name: ParityName, offset: int, nbytes: int) -> tuple[list[int], bytearray]:
         """Where the columns of a parity end, and bytes of it, as they are in memory now. Raises `NotFoundError`."""
         with self._lock:
             buffer = self._parities.get(name.run, {}).get(name.generation, {}).get((*name.set_key[:3], name.row))

@@ -36,7 +36,7 @@ class ParityBuffer:
 
     def __init__(self, name: ParityName) -> None:
         self._name = name
-        self._factors = parity_matrix(name.data, name.spares)[name.row]
+        self._factors = parity_matrix(name.data, name.spares)[name.row].copy()  # without the other rows
         self._columns: dict[int, _Column] = {}
         self._blocks: dict[int, Array] = {}
         self.entries = 0
@@ -87,13 +87,20 @@ class ParityBuffer:
         if content:
             values = np.frombuffer(content, np.uint8)[None]
             factor = np.array([[self._factors[place.column]]], np.uint8)
-            # Memory is taken first: if there is none, nothing was added.
-            for block in _blocks(place.at, len(content)):
-                if block not in self._blocks:
-                    self._blocks[block] = np.zeros(_BLOCK_NBYTES, np.uint8)
-            for block, start, stop in _ranges(place.at, len(content)):
-                first = block * _BLOCK_NBYTES + start - place.at
-                part = np.ascontiguousarray(values[:, first : first + stop - start])
+            # Memory is taken first: if there is none, nothing was added, and the piece may be sent again.
+            blocks = {
+                block: np.zeros(_BLOCK_NBYTES, np.uint8)
+                for block in _blocks(place.at, len(content))
+                if block not in self._blocks
+            }
+            ranges = _ranges(place.at, len(content))
+            firsts = [block * _BLOCK_NBYTES + start - place.at for block, start, _ in ranges]
+            parts = [
+                np.ascontiguousarray(values[:, first : first + stop - start])
+                for first, (_, start, stop) in zip(firsts, ranges, strict=True)
+            ]
+            self._blocks |= blocks
+            for part, (block, start, stop) in zip(parts, ranges, strict=True):
                 add_products(factor, part, self._blocks[block][None, start:stop])
             column.pieces.append(_listed(place, piece, len(content)))
             column.places.append(place.at)
@@ -103,7 +110,7 @@ class ParityBuffer:
         self.entries += self.new_entries(place, len(content))
         self._columns[place.column] = column
 
-    def read(self, offset: int, nbytes: int) -> tuple[list[int], bytes]:
+    def read(self, offset: int, nbytes: int) -> tuple[list[int], bytearray]:
         """Where the columns end, and bytes of the sum."""
         content = bytearray(nbytes)
         for block, start, stop in _ranges(offset, nbytes):
@@ -111,7 +118,7 @@ class ParityBuffer:
                 first = block * _BLOCK_NBYTES + start - offset
                 content[first : first + stop - start] = self._blocks[block][start:stop].data
         columns = (self._columns.get(number) for number in range(self._name.data))
-        return [0 if column is None else column.end for column in columns], bytes(content)
+        return [0 if column is None else column.end for column in columns], content
 
     def listing(self, with_pieces: bool) -> HeldParity:
         """What it is the sum of."""

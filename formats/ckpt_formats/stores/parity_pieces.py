@@ -41,10 +41,16 @@ class ParityRow:
     def name(self) -> ParityName:
         return self.parity.name
 
-    def knows(self, ends: Sequence[int], stop: int) -> bool:
-        """Whether the sum before `stop` has no pieces but those that are listed, if its columns end so now."""
+    def knows(self, ends: Sequence[int], start: int, stop: int) -> bool:
+        """Whether the sum from `start` to `stop` has just the pieces that are listed, if its columns end so now.
+
+        It has not if a column has grown there, or has become shorter: then its holder was started again.
+        """
         listed = [self.parity.columns[at].end if at in self.parity.columns else 0 for at in range(len(ends))]
-        return all(end == before or before >= stop for end, before in zip(ends, listed, strict=True))
+        return all(
+            end == before or (end > before and (before >= stop or end <= start))
+            for end, before in zip(ends, listed, strict=True)
+        )
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,7 @@ def parse_sum(body: bytearray) -> tuple[ParityName, int, int]:
     return ParityName(*(given.get(field.name) for field in fields(ParityName))), offset, nbytes  # type: ignore[arg-type]
 
 
-def dump_sum(ends: Sequence[int], content: bytes) -> bytes:
+def dump_sum(ends: Sequence[int], content: bytearray) -> bytes:
     """The body of VALUES, of a parity."""
     return _ends(len(ends)).pack(*ends) + content
 

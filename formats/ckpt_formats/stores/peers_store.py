@@ -313,12 +313,12 @@ class PeersStore(ListedStore):
 
     def _computed_now(self, name: str, start: int, nbytes: int, digests: set[str]) -> memoryview | None:
         """A piece from parity, as the holders have it now; None if it cannot be computed."""
-        for _ in range(_REFRESHES):
+        for count in range(_REFRESHES + 1):
             known = self._generation_known
             try:
                 for placed in known.parity.placed(name, start):
                     if placed.piece.nbytes == nbytes:
-                        content = self._computed(placed, digests | {placed.piece.digest})
+                        content = self._computed(placed, digests | {placed.piece.digest}, is_last=count == _REFRESHES)
                         if content is not None:
                             with self._lock_of_recent:
                                 self.nbytes_computed += nbytes
@@ -327,11 +327,19 @@ class PeersStore(ListedStore):
             except _ParityChanged:
                 with self._lock_of_held:
                     if self._generation_known is known:
-                        answers = _ask_all([answer.address for answer in self._answers], self._run)
-                        self._generation_known = _HeldGeneration(self._generation, answers)
+                        self._generation_known = _HeldGeneration(self._generation, self._asked_again())
         return None
 
-    def _computed(self, placed: PieceInParity, digests: set[str]) -> Array | None:
+    def _asked_again(self) -> list[HolderAnswer]:
+        """What holders have now that have answered until now; of those that do not answer any more, what they had."""
+        addresses = [one.address for one in self._answers if str(one.address) not in self.silent]
+        now = {one.address: one for one in (_ask_all(addresses, self._run) if addresses else [])}
+        return [
+            now[one.address] if one.address in now and now[one.address].error is None else one for one in self._answers
+        ]
+
+    def _computed(self, placed: PieceInParity, digests: set[str], is_last: bool) -> Array | None:
+        """`is_last`: a parity that has changed is left out, not asked for again. Raises `_ParityChanged`."""
         missing, failed = set[ColumnPiece](), list[list[ParityRow]]()
 
         def is_lost(piece: ColumnPiece) -> bool:
@@ -341,7 +349,7 @@ class PeersStore(ListedStore):
             count = len(missing)
             for sections in placed.set.choices(placed.column, placed.piece, is_lost):
                 rows = rows_of(sections)
-                sums = {row.name: self._sum(row, placed.piece) for row in rows}
+                sums = {row.name: self._sum(row, placed.piece, is_last) for row in rows}
                 others = dict[tuple[str, int], Array]()
                 for other in (one for section in sections for one, _ in section.others):
                     content = self._other(other)
@@ -367,8 +375,8 @@ class PeersStore(ListedStore):
         for row in rows:
             self._note_damage(DamagedPiece(str(row.address), placed.piece.file, placed.piece.offset, True))
 
-    def _sum(self, row: ParityRow, piece: ColumnPiece) -> Array | None:
-        """The bytes of a parity where a piece is; None if its holder does not give them."""
+    def _sum(self, row: ParityRow, piece: ColumnPiece, is_last: bool) -> Array | None:
+        """The bytes of a parity where a piece is; None if its holder does not give them. Raises `_ParityChanged`."""
         if str(row.address) in self.silent:
             return None
         try:
@@ -381,7 +389,9 @@ class PeersStore(ListedStore):
         except CkptError as error:
             self.silent[str(row.address)] = error.what
             return None
-        if not row.knows(ends, piece.at + piece.nbytes):
+        if not row.knows(ends, piece.at, piece.at + piece.nbytes):
+            if is_last:
+                return None
             raise _ParityChanged
         self._count(str(row.address), len(content))
         return np.frombuffer(content, np.uint8)
