@@ -448,6 +448,22 @@ def test_streams_that_are_kept_open_have_windows_of_limited_size_together(tmp_pa
         chunks.frame(ValueRange("behind", 0, len(behind)), length, "zstd", reader).read_into(0, out, reader)
 
 
+def test_checksum_of_a_plain_chunk_is_compared(tmp_path: Path) -> None:
+    layout = ArrayLayout((6, 4), DTYPES["float32"], (6, 4), ".", "", ChunkEncoding(None, True), None, b"")
+    values = np.arange(24, dtype=np.float32)
+    for damage in (0, 1):
+        data = values.tobytes() + (crc32c(values.tobytes()) ^ damage).to_bytes(4, "little")
+        (tmp_path / f"{damage}").write_bytes(data)
+        place = ValueRange(f"{damage}", 0, len(data))
+        chunk = ChunkBlob(layout, place, ChunkReader(tmp_path), "w [0]", True, Box.whole((6, 4)))
+        part = Tensor.of(chunk.crop(Box((2, 0), (3, 4))))
+        if damage:
+            with pytest.raises(CorruptError, match="does not fit its crc32c"):
+                read(part)
+        else:
+            assert same_bits(read(part), values.reshape(6, 4)[2:3])
+
+
 @pytest.mark.parametrize("compression", ["zstd", "gzip"])
 def test_chunk_that_is_shorter_than_its_checksum_is_refused(compression: str, tmp_path: Path) -> None:
     elements = 3 << 20

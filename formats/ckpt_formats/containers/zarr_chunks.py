@@ -266,12 +266,13 @@ class ChunkBlob(Blob):
             text = f"chunk {printable(self.label)} has {value.nbytes} bytes, fewer than its checksum"
             raise CorruptError(text, where=path)
         stored = FileBlob.packed(path, value.offset, shape, self.dtype)
-        if codec.compression is None:
+        is_whole = length <= _SMALL and (part.shape == shape or not self._is_streamed(shape, length, reader))
+        if codec.compression is None and not (codec.checksum and is_whole):
             if value.nbytes != length + trailer:
                 text = f"chunk {printable(self.label)} has {value.nbytes:,} bytes, but its shape needs {length:,}"
                 raise CorruptError(text, where=path)
             stored.crop(part).read_into(out, reader)
-        elif length <= _SMALL and (part.shape == shape or not self._is_streamed(shape, length, reader)):
+        elif is_whole:
 
             def fill(buffer: Array) -> None:
                 encoded = bytearray(value.nbytes)
@@ -284,6 +285,7 @@ class ChunkBlob(Blob):
             buffer = reader.cached_or_filled((path, value), length, fill, _CACHED)
             out[...] = buffer[:length].view(self.dtype).reshape(shape)[part.index]
         else:
+            assert codec.compression is not None
             frame = self.reader.frame(
                 ValueRange(value.file, value.offset, value.nbytes - trailer), length, codec.compression, reader
             )
