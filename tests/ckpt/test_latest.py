@@ -60,6 +60,14 @@ def test_latest_takes_a_checkpoint_without_number_if_it_states_a_later_step(tmp_
     assert ckpt.runs.latest(tmp_path).path.name == "epoch=0-step=7"
 
 
+def test_latest_passes_over_a_link_to_nothing_and_a_step_that_was_just_removed(tmp_path: Path) -> None:
+    save_file({"a": np.zeros(3, "f4")}, tmp_path / "m.safetensors")
+    (tmp_path / "run").mkdir()
+    ckpt.save(ckpt.open(tmp_path / "m.safetensors"), tmp_path / "run/step-2", ckpt.Universal())
+    (tmp_path / "run/step-9.ucp").symlink_to(tmp_path / "removed.ucp")
+    assert command("latest", tmp_path / "run").out == f"{tmp_path / 'run/step-2'}\n"
+
+
 def test_latest_with_verify_passes_over_a_flipped_bit(tmp_path: Path) -> None:
     source = ckpt.open(SAMPLES / "universal-1-plain").weights_only()
     for step in (1, 2):

@@ -176,7 +176,11 @@ def _matches_pointer(folder: str, name: str) -> bool:
 
 def _age_key(folder: Path) -> tuple[list[int], float, str]:
     """A key that sorts the newest folder last: the numbers in the name, then the time."""
-    return _numbers(folder.name), folder.stat().st_mtime, folder.name
+    try:
+        time = folder.stat().st_mtime
+    except FileNotFoundError:  # a link to nothing, or a step that its run has removed since it was listed
+        time = 0.0
+    return _numbers(folder.name), time, folder.name
 
 
 def list_names(folders: Sequence[Path]) -> str:
