@@ -1,5 +1,6 @@
 """Steps that torch's own optimizers replay: of 16-bit weights without masters, and of whole matrices."""
 
+import importlib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -8,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import chain_file, states
-from ckpt_formats.universal.gradients.layout import CHUNK
+from ckpt_formats.universal.gradients.layout import CHUNK, LoggedOptimizer
+from ckpt_formats.universal.gradients.optimizers import step_of
 from ckpt_formats.universal.gradients.segment import open_segment
 from ckpt_recorder import Recorder
 from damage import ckpt
@@ -56,6 +59,22 @@ def record(
             optimizer.step()
             truths.append(truth_of(model, optimizer))
     return recorder, truths
+
+
+def test_a_method_whose_package_is_installed_while_the_process_runs_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    optimizer = LoggedOptimizer("new.Optimizer", "new", "exact", {}, ())
+    with pytest.raises(UnsupportedError, match="no installed package"):
+        step_of(optimizer, {}, tmp_path)
+    (tmp_path / "new_methods.py").write_text("def make(type, options):\n    return type, options\n")
+    info = tmp_path / "new_methods-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: new-methods\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[ckpt.optimizers]\nnew = new_methods:make\n")
+    importlib.invalidate_caches()
+    assert step_of(optimizer, {"lr": 1}, tmp_path) == ("new.Optimizer", {"lr": 1})
 
 
 @pytest.mark.slow

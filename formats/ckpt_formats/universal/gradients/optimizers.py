@@ -116,15 +116,17 @@ def step_of(optimizer: LoggedOptimizer, options: Options, where: Path, dtype: st
 
 
 def _load_entry_point(optimizer: LoggedOptimizer, where: Path) -> Callable[..., OptimizerStep]:
-    for entry_point in _entries(tuple(sys.path)):
-        if entry_point.name != optimizer.method:
-            continue
-        try:
-            load: Callable[..., OptimizerStep] = entry_point.load()
-        except ImportError as error:
-            raise _missing(optimizer, where, str(error)) from None
-        return load
-    raise _missing(optimizer, where, "no installed package provides it")
+    path = tuple(sys.path)
+    if all(one.name != optimizer.method for one in _entries(path)):
+        _entries.cache_clear()  # its package may have been installed since
+    entry_point = next((one for one in _entries(path) if one.name == optimizer.method), None)
+    if entry_point is None:
+        raise _missing(optimizer, where, "no installed package provides it")
+    try:
+        load: Callable[..., OptimizerStep] = entry_point.load()
+    except ImportError as error:
+        raise _missing(optimizer, where, str(error)) from None
+    return load
 
 
 @cache
