@@ -104,9 +104,8 @@ def _show(done: "Repair") -> None:
     repaired = len(done.damaged) - len(done.unrepairable)
     text = f"{'repaired' if done.written else 'can repair'} {repaired} of {file_count(len(done.damaged))}: {place}"
     if done.unrepairable:
-        text = (
-            f"LOST: {file_count(len(done.unrepairable))} cannot be repaired: more is lost than parity replaces; {text}"
-        )
+        why = "parity was not read" if done.unnamed_parity else "more is lost than parity replaces"
+        text = f"LOST: {file_count(len(done.unrepairable))} cannot be repaired: {why}; {text}"
         notes.note("with copies of these files, perhaps older ones: ckpt repair --from OTHER")
     _note_unnamed(done)
     conclude(text)

@@ -216,6 +216,23 @@ def test_parity_elsewhere_is_replaced_where_it_is_and_other_folders_are_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "other", "run"]
 
 
+def test_places_of_parity_are_named_in_any_order_and_new_ones_take_what_is_lost(tmp_path: Path) -> None:
+    root, a, b, c = (tmp_path / name for name in ("run", "a", "b", "c"))
+    fill(root, {name: os.urandom(99) for name in "xyz"})
+    ckpt.protect(root, 2, into=[a, b], resources=TWO)
+    whole, parity = contents_of(root), contents_of(a)
+    (root / "x").unlink()
+    (root / "y").unlink()
+    assert "LOST: 2 files cannot be repaired: parity was not read" in command("repair", root).out
+    assert not ckpt.repair(root, parity=[b, a], resources=TWO).unrepairable
+    assert (contents_of(root), contents_of(a)) == (whole, parity)
+    shutil.rmtree(a)
+    assert [one.path for one in ckpt.repair(root, parity=[b, c], resources=TWO).damaged] == [c / "0" / "group-000"]
+    assert contents_of(c) == parity
+    ckpt.protect(root, 2, into=[a], overwrite=True, resources=TWO)
+    assert not ckpt.repair(root, parity=[a], resources=TWO).damaged
+
+
 def test_repair_reads_and_writes_no_place_that_only_the_manifest_names(tmp_path: Path) -> None:
     root, place = tmp_path / "run", tmp_path / "place"
     fill(root, {name: os.urandom(99) for name in "xyz"})

@@ -163,12 +163,26 @@ def find_parity(path: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
             errors.append(CorruptError(f"is the parity of {names or 'no file'}", where=copy, hint=hint))
             continue
         known = 0 if hashes.manifest.elsewhere and not elsewhere else hashes.manifest.parities
-        return ProtectedFolder(root, places_of(base, elsewhere, known), hashes, file)
+        return ProtectedFolder(root, _places_now(base, elsewhere, known), hashes, file)
     if errors:
         raise errors[0]
     raise NotFoundError(
         "has no parity", where=path, hint="`ckpt protect` writes it. If it lies in another folder: --parity FOLDER."
     )
+
+
+def _places_now(base: Path, elsewhere: Sequence[Path], parities: int) -> tuple[Path, ...]:
+    """The folder of each parity, in whichever folder `elsewhere` it is; those that are lost go to folders with none."""
+    known = {
+        number: one / str(number)
+        for one in reversed(elsewhere)
+        for number in range(parities)
+        if (one / str(number)).is_dir()
+    }
+    lost = [number for number in range(parities) if number not in known]
+    free = [one for one in elsewhere if one not in {place.parent for place in known.values()}] or elsewhere
+    new = dict(zip(lost, places_of(base, free, len(lost)), strict=True))
+    return tuple(known.get(number) or new[number].with_name(str(number)) for number in range(parities))
 
 
 def has_parity(path: Path) -> bool:
