@@ -179,9 +179,9 @@ def _places_now(base: Path, elsewhere: Sequence[Path], parities: int) -> tuple[P
         for number in range(parities)
         if (one / str(number)).is_dir()
     }
-    lost = [number for number in range(parities) if number not in known]
+    missing = [number for number in range(parities) if number not in known]
     free = [one for one in elsewhere if one not in {place.parent for place in known.values()}] or elsewhere
-    new = dict(zip(lost, places_of(base, free, len(lost)), strict=True))
+    new = dict(zip(missing, places_of(base, free, len(missing)), strict=True))
     return tuple(known.get(number) or new[number].with_name(str(number)) for number in range(parities))
 
 
