@@ -314,7 +314,7 @@ def send(logs: Logs, work: Path, fields: Mapping[str, Any], host: int, seed: int
             time.sleep(draw.uniform(0, 0.1))
     whole = work / "whole"
     while True:
-        if 0 in senders and not whole.exists() and senders[0]._is_held():
+        if 0 in senders and not whole.exists() and senders[0].is_whole:
             whole.touch()
         time.sleep(0.02)
 
