@@ -23,6 +23,7 @@ from ckpt.holding.holder import HeldPieces, Holder
 from ckpt.holding.peers import HELD
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.tensor import read
+from ckpt_formats.stores import piece_requests
 from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.peers_store import PeersStore, open_peers
 from ckpt_formats.stores.piece_requests import PieceName, SentPiece, digest_of
@@ -198,25 +199,33 @@ class HeldLate(HeldPieces):
         return super().store(piece, content)
 
 
-def test_a_save_in_whose_place_a_newer_one_is_sent_says_nothing_more(tmp_path: Path) -> None:
-    pieces, lines = HeldLate(), list[str]()
-    host = Holder(pieces, NetworkAddress("127.0.0.1", 0))
-    peers = Peers(["127.0.0.1:1", str(host.address)], "copies:1")
+def peer_saves(folder: Path, peers: Peers, lines: list[str]) -> PeerSaves:
+    """What sends saves of one rank, and in the folder a save that has only a pack."""
     numbers = {"slot_nbytes": 64, "slots": 1, "seconds": 0.0, "rank": 0, "ranks": 1}
     nothing = dict.fromkeys(("codec", "dcp_keys", "then", "protect", "base_every"))
-    settings = SaveSettings(
-        target=str(tmp_path), token="t", deltas=False, check=False, peers=asdict(peers), **numbers, **nothing
-    )
-    pack = tmp_path / "save/packs/00000.safetensors"
+    pack = folder / "save/packs/00000.safetensors"
     pack.parent.mkdir(parents=True)
     pack.write_bytes(bytes(range(100)))
-    saves = PeerSaves(settings, lines.append)
+    settings = SaveSettings(
+        target=str(folder), token="t", deltas=False, check=False, peers=asdict(peers), **numbers, **nothing
+    )
+    return PeerSaves(settings, lines.append)
+
+
+def test_a_save_in_whose_place_a_newer_one_is_sent_says_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time_ns", lambda: 5)  # a clock that stands still, or goes back
+    pieces, lines = HeldLate(), list[str]()
+    host = Holder(pieces, NetworkAddress("127.0.0.1", 0))
+    saves = peer_saves(tmp_path, Peers(["127.0.0.1:1", str(host.address)], "copies:1"), lines)
     try:
         times = [saves.takes(10)]
         saves.send(tmp_path / "save", 10, times[0] or 0, None)
         given_up = saves._sender
         assert given_up is not None
         times.append(saves.takes(20))
+        assert times == [5, 6]
         saves.send(tmp_path / "save", 20, times[1] or 0, None)
         pieces.let[10].set()
         for thread in given_up._threads:
@@ -228,6 +237,27 @@ def test_a_save_in_whose_place_a_newer_one_is_sent_says_nothing_more(tmp_path: P
     finally:
         for event in pieces.let.values():
             event.set()
+        saves.close(is_orphan=False)
+        host.close()
+
+
+def test_a_holder_does_not_seem_to_hold_all_after_an_error_that_nobody_foresaw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, store = list[str](), piece_requests.store
+
+    def fail(*arguments: Any) -> None:
+        monkeypatch.setattr(piece_requests, "store", store)
+        raise ValueError("once")
+
+    monkeypatch.setattr(piece_requests, "store", fail)
+    host = Holder(HeldPieces(1 << 24), NetworkAddress("127.0.0.1", 0))
+    saves = peer_saves(tmp_path, Peers(["127.0.0.1:1", str(host.address)], "copies:1"), lines)
+    try:
+        saves.send(tmp_path / "save", 10, 1, None)
+        wait_until(lambda: any(HELD in line for line in lines))
+        assert "ValueError: once" in lines[1]
+    finally:
         saves.close(is_orphan=False)
         host.close()
 

@@ -285,10 +285,10 @@ class Sender:
                     while self._send_missing(connection, target):
                         pass
                 return
-            except (CkptError, OSError) as error:
+            except Exception as error:  # a thread that ended would say no more, and its holder seem to hold all
                 state.has_failed = True
-                what = error.what if isinstance(error, CkptError) else str(error)
-                self._note(state, what)
+                what = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
+                self._note(state, error.what if isinstance(error, CkptError) else what)
             # A holder that only refuses, as one without memory does, lists all that it has each time.
             pause = _SOON if state.sent > before else min(2 * pause, _LATE)
             with self._changed:
