@@ -135,6 +135,7 @@ def test_append_goes_on_with_groups_and_refuses_parity_of_another_kind(tmp_path:
     report = command("doctor", run).out
     assert "without parity" not in report
     shutil.rmtree(run / ".ckpt-parity")
+    assert f"ckpt protect '{run}' --by state" in command("doctor", run).out
     ckpt.protect(run, 1)
     with pytest.raises(ckpt.CkptError, match="another kind"):
         protect_members(run, 1)
