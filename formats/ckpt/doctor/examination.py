@@ -240,9 +240,9 @@ def _of_parity(surveyed: "Sequence[SurveyedFolder]", kind: str | None) -> Iterat
     repair = "ckpt repair {}"
     if none := [one for one in surveyed if not one.has_parity]:
         feature = "repair of files that are lost or damaged"
-        first = none[0].path
-        is_state = (first.parent / "chain.json").is_file()
-        remedy = f"ckpt protect {_quoted(first.parent)} --by state" if is_state else _protect(none[0])
+        state = none[0].path
+        is_state = (state.parent / "chain.json").is_file()
+        remedy = f"ckpt protect {_quoted(state.parent)} --by state" if is_state else _protect(none[0])
         yield Shortcoming(some(none, "no parity"), feature, remedy, False)
     if unreadable := [one for one in surveyed if one.problem is not None]:
         first = unreadable[0]
