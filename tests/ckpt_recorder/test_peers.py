@@ -342,6 +342,24 @@ def test_a_holder_refuses_more_than_its_memory_and_the_run_goes_on(tmp_path: Pat
         host.holder.close()
 
 
+def test_a_status_with_an_infinite_number_is_an_error_that_names_the_holder() -> None:
+    class Infinite(HeldPieces):
+        @property
+        def nbytes(self) -> float:  # type: ignore[override]
+            return float("inf")
+
+        @nbytes.setter
+        def nbytes(self, value: int) -> None: ...
+
+    host = Holder(Infinite(MEMORY), HERE)
+    with (
+        closing(Connection(host.address, Credentials(), "holder", 5.0)) as connection,
+        pytest.raises(CorruptError, match="a status that cannot be read"),
+    ):
+        piece_requests.holder_status(connection)
+    host.close()
+
+
 PIECE = SentPiece(PieceName("run", "g", "a/b.ckg", 0), piece_requests.digest_of(b"12345678"), 1, True, False, 1, 50)
 
 

@@ -215,7 +215,7 @@ def holder_status(connection: Connection) -> HolderStatus:
         fields = json.loads(body)
         runs = tuple(HeldStatus(**{name: kind(run[name]) for name, kind in _STATUS.items()}) for run in fields["runs"])
         return HolderStatus(int(fields["memory"]), int(fields["nbytes"]), runs)
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         raise CorruptError("the holder sent a status that cannot be read", where=connection.where) from None
 
 
