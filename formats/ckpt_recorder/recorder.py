@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.holding.peers import log_changes
+from ckpt.holding.peers import changed_states
 from ckpt_codecs.gradients import gradient_codec
 from ckpt_formats.core.errors import CkptError, OutputError, UnsupportedError
 from ckpt_formats.universal.gradients.layout import EXACTNESS, UPDATE, Exactness
@@ -751,7 +751,8 @@ class Recorder:
 
     def _follow_peers(self, peers: dict[str, str]) -> None:
         """Log what has changed of the hosts that hold the log."""
-        log_changes(_LOG, self.step, peers, self.peers)
+        for line, holds_all in changed_states(self.step, peers, self.peers):
+            _LOG.log(logging.INFO if holds_all else logging.WARNING, line)
 
     def _warn_broken(self, reason: str, again: str) -> None:
         if self.options.when_broken == "raise":

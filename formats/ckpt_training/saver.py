@@ -17,7 +17,7 @@ import torch
 from ckpt import DCP, Universal
 from ckpt.chains.change import change
 from ckpt.chains.write import DeltaPolicy
-from ckpt.holding.peers import Peers, log_changes
+from ckpt.holding.peers import Peers, changed_states
 from ckpt.pipeline import Execution
 from ckpt.pipeline.targets import clean
 from ckpt_formats.containers.typed_json import encode
@@ -294,7 +294,8 @@ class Saver(SnapshotContext):
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise InvalidArgumentError(f"step {step!r:.40} is not a natural number")
         self._warn_of_failures()
-        log_changes(_LOG, step, self.peers, self._logged)
+        for line, holds_all in changed_states(step, self.peers, self._logged):
+            _LOG.log(logging.INFO if holds_all else logging.WARNING, line)
         pending = [one for one in self._handles if not one.done()]
         if len(pending) >= self._in_flight:
             if self._when_slow == "skip":

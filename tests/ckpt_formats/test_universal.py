@@ -409,10 +409,13 @@ def test_every_changed_byte_of_a_manifest_is_refused(tmp_path: Path) -> None:
         good + b" ",
         b"\xef\xbb\xbf" + good,
     }
-    for bad in changed - {good}:
-        path.write_bytes(bad)
+    for place, bad in enumerate(sorted(changed - {good})):
         with pytest.raises(CorruptError):
-            Universal().read(tmp_path / "target", ReadOptions())
+            sealed_json.parse(bad, path, "a manifest")
+        if place % 100 == 0:
+            path.write_bytes(bad)
+            with pytest.raises(CorruptError):
+                Universal().read(tmp_path / "target", ReadOptions())
     path.write_bytes(good)
     Universal().read(tmp_path / "target", ReadOptions())
 

@@ -1,8 +1,7 @@
 """Which hosts hold in memory what a host records."""
 
-import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -135,10 +134,9 @@ class Peers:
         return rank * len(self.hosts) // world
 
 
-def log_changes(logger: logging.Logger, step: int, states: Mapping[str, str], logged: dict[str, str]) -> None:
-    """Log of each holder what has changed since it was `logged`, and note it there."""
+def changed_states(step: int, states: Mapping[str, str], logged: dict[str, str]) -> Iterator[tuple[str, bool]]:
+    """Yield a line for each holder whose state is not the `logged` one, and whether it holds all; note it there."""
     for address, state in states.items():
         if logged.get(address) != state:
-            level = logging.INFO if state == HELD else logging.WARNING
-            logger.log(level, "step %d: the holder %s: %s", step, address, state)
             logged[address] = state
+            yield f"step {step}: the holder {address}: {state}", state == HELD
