@@ -257,7 +257,7 @@ def _named(path: Path) -> Path:
     """The same local path with a name at its end, which `.` and `..` lack: files lie beside a target."""
     named = Path(os.path.abspath(path))
     if not named.name:
-        raise InvalidArgumentError("is the root of the file system, and no target", where=named)
+        raise InvalidArgumentError("is the root of the file system, and no target", where=named, hint="Name a folder.")
     return named
 
 
