@@ -219,7 +219,7 @@ def test_a_flipped_bit_in_memory_is_named_and_what_it_was_in_is_computed_without
 
 
 @pytest.mark.slow
-def test_what_parity_cannot_give_comes_from_the_chain_or_is_an_error(logs: Logs, six: Filled) -> None:
+def test_pieces_that_parity_cannot_give_come_from_the_chain_or_are_an_error(logs: Logs, six: Filled) -> None:
     for _, part, at in (places := [place for host in six.hosts[2:] for place in flips(host) if "parity" in place[0]]):
         part[at] ^= 1
     try:
@@ -302,7 +302,7 @@ def test_a_piece_that_is_sent_again_after_a_broken_connection_is_added_once(logs
 
 
 @pytest.mark.slow
-def test_what_is_added_while_a_lost_piece_is_read_does_not_change_it(logs: Logs) -> None:
+def test_pieces_added_while_a_lost_one_is_read_do_not_change_it(logs: Logs) -> None:
     filled = fill(logs, "parity:4+2", 6, steps=1)
     path = open_peers(filled.url([1, 4]))
     for rank, sender in enumerate(filled.senders):
