@@ -75,6 +75,7 @@ def test_another_server_gives_the_same(tmp_path: Path) -> None:
 def test_a_delta_is_copied_only_to_where_its_parents_are_beside_it(user: StoreServer, tmp_path: Path) -> None:
     run, values = tmp_path / "run", np.arange(1 << 12, dtype=np.float32)
     (tmp_path / "other").mkdir()
+    (tmp_path / "back").mkdir()
     for step in range(3):
         save_file({"w": values + (values % 50 < step)}, whole := tmp_path / "whole.safetensors")
         words = ("diff", run / f"step-{step - 1}", whole, "-o") if step else ("convert", whole)
@@ -90,6 +91,25 @@ def test_a_delta_is_copied_only_to_where_its_parents_are_beside_it(user: StoreSe
     assert files(tmp_path / "other") == files(run)
     assert not ckpt("diff", f"{THERE}/step-2", whole, "-o", f"{THERE}/step-3").code
     assert library.diff(library.open(f"{THERE}/step-3"), library.open(whole)).same
+    for target in (tmp_path / "back", f"{THERE}-of-store"):
+        refused = ckpt("copy", f"{THERE}/step-2", f"{target}/step-2")
+        assert (refused.code, f"{target}/step-0/packs" in refused.err) == (BROKEN, True), refused.err
+        for step in range(3):
+            library.copy(f"{THERE}/step-{step}", f"{target}/step-{step}")
+        assert library.diff(library.open(f"{target}/step-2"), library.open(whole)).same
+
+
+def test_a_member_of_a_chain_is_copied_beside_a_copy_of_its_parent(tmp_path: Path) -> None:
+    run, values = tmp_path / "run.chain", np.arange(1 << 12, dtype=np.float32)
+    for step in range(2):
+        save_file({"w": values + (values % 50 < step)}, whole := tmp_path / "whole.safetensors")
+        assert not ckpt("append", run, whole, "--step", step).code
+    first, second = sorted(one for one in run.iterdir() if one.is_dir())
+    (tmp_path / "out").mkdir()
+    assert ckpt("copy", second, tmp_path / "out" / second.name).code == BROKEN
+    for one in (first, second):
+        library.copy(one, tmp_path / "out" / one.name)
+    assert library.diff(library.open(tmp_path / "out" / second.name), library.open(whole)).same
 
 
 def test_copy_names_and_leaves_out_other_files_unless_all_are_requested(tmp_path: Path) -> None:

@@ -299,7 +299,10 @@ def test_store_path_derives_paths(user: StoreServer) -> None:
     assert (path / "a/b").relative_to(path) == Path("a/b")
     assert path.parent.parent == path.parents[1]
     assert list(path.parents) == [path.parent, path.parent.parent]
-    assert str((path / ".." / "other").resolve()) == f"s3://{BUCKET}/samples/other"
+    for other in (path / ".." / "other", path / "a/./../../other", StorePath(path.store, "samples/x/../other")):
+        assert str(other) == f"s3://{BUCKET}/samples/other"
+        assert other == path.parent / "other" == other.resolve()
+    assert str(path / "../../../..") == f"s3://{BUCKET}"
     assert pickle.loads(pickle.dumps(path)) == path
     assert path.is_dir()
     assert (path / "manifest.json").is_file()

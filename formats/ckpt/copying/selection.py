@@ -18,6 +18,7 @@ from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.identity import Identities, Identity, unrecorded
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.seals import Seal
+from ckpt_formats.core.store_path import relative_path
 from ckpt_formats.core.text import printable
 from ckpt_formats.parity.blocks import find_parity
 from ckpt_formats.parity.manifest import FOLDER as PARITY
@@ -80,7 +81,8 @@ class ChosenFiles:
             return
         path = self.source.path
         for one in dict.fromkeys(file.path for file in self.opened.files if not _is_below(file.path, path)):
-            place = (target / one.relative_to(path)).resolve() if one.is_relative_to(path) else None
+            seen_from_source = relative_path(one.parent.resolve() / one.name, path.resolve())
+            place = None if seen_from_source is None else (target / seen_from_source).resolve()
             if place is None or not place.is_file():
                 raise IncompleteError(
                     f"{printable(path.name)} needs files of other checkpoints, which are not beside the copy",
@@ -298,7 +300,7 @@ def _pointers(path: Path) -> dict[Path, bytes]:
 
 
 def _is_below(file: Path, folder: Path) -> bool:
-    """Whether a file lies in a folder. A delta reads its parent at `folder/../parent`, which does not."""
+    """Whether a file lies in a folder. On a disk a delta reads its parent at `folder/../parent`, which does not."""
     return file.is_relative_to(folder) and ".." not in file.relative_to(folder).parts
 
 

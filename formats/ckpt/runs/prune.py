@@ -238,9 +238,7 @@ def _read_by(one: _Step, others: "set[Path]") -> set[Path]:
     """The other checkpoints in which files lie that a checkpoint reads, itself or by a link."""
     files = {file.path for file in one.checkpoint.files} if one.checkpoint is not None else set[Path]()
     real = {other: other for other in others}
-    if is_remote(one.path):
-        files = {file.resolve() for file in files}  # without the ".." on the way to a delta's parent
-    else:
+    if not is_remote(one.path):
         links = {file for file in one.path.rglob("*") if file.is_symlink()} if one.path.is_dir() else {one.path}
         files = {place for file in files | links for place in _on_the_way(file)}
         real = {other: Path(os.path.realpath(other)) for other in others}

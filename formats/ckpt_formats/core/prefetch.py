@@ -230,7 +230,7 @@ class Prefetch:
 
     def _send(self, request: _RangeRequest) -> "Future[memoryview]":
         path = request.path
-        request.data = data = self._pool.submit(path.store.get, path.resolve().key, request.start, request.nbytes)
+        request.data = data = self._pool.submit(path.store.get, path.key, request.start, request.nbytes)
         request.last_use = self._read_nbytes
         request.reads.unsent_nbytes -= request.nbytes
         self._on_their_way.append(data)
@@ -275,7 +275,7 @@ class Prefetch:
     def _add(self, reads: PlannedReads, batch: "list[_Joined]") -> None:
         """Add requests for what no other one covers, and what the store does not keep: of small objects, it has all."""
         for one in batch:
-            if one.path.store.has(one.path.resolve().key, one.start, one.stop - one.start):
+            if one.path.store.has(one.path.key, one.start, one.stop - one.start):
                 continue
             starts, requests = self._by_object.setdefault(one.path, ([], []))
             before = max(0, bisect_right(starts, one.start) - 1)

@@ -87,16 +87,19 @@ class Store(Protocol):
 
 
 class StorePath(PosixPath):
-    """The path of an object, or of a folder of objects, in a store."""
+    """The path of an object, or of a folder of objects, in a store.
+
+    Its key has no part `.` or `..`: no folder in a store is a link, so each key that has some names a plain one.
+    """
 
     def __new__(cls, store: Store, key: str = "") -> "StorePath":
-        return super().__new__(cls, _pure(store, key))
+        return super().__new__(cls, _pure(store, _plain(key)))
 
     def __init__(self, store: Store, key: str = "") -> None:
-        if sys.version_info >= (3, 12):
-            super().__init__(_pure(store, key))
         self.store = store
-        self.key = key
+        self.key = _plain(key)
+        if sys.version_info >= (3, 12):
+            super().__init__(_pure(store, self.key))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.store, self.key)
@@ -128,7 +131,7 @@ class StorePath(PosixPath):
         return Path(*segments)
 
     def joinpath(self, *others: Any) -> "StorePath":
-        return self._at(posixpath.join(self.key, *map(str, others)).strip("/"))
+        return self._at(posixpath.join(self.key, *map(str, others)))
 
     def __truediv__(self, other: Any) -> "StorePath":
         return self.joinpath(other)
@@ -165,13 +168,12 @@ class StorePath(PosixPath):
         return self
 
     def resolve(self, strict: bool = False) -> "StorePath":
-        normal = posixpath.normpath(f"/{self.key}").strip("/")
-        return self._at(normal)
+        return self
 
     # What the store says of a path.
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        return self.store.stat(self.resolve().key)
+        return self.store.stat(self.key)
 
     def lstat(self) -> os.stat_result:
         return self.stat()
@@ -180,7 +182,7 @@ class StorePath(PosixPath):
         return self._has_mode(lambda mode: True)
 
     def is_file(self, **named: Any) -> bool:
-        return self.store.is_object(self.resolve().key)
+        return self.store.is_object(self.key)
 
     def is_dir(self, **named: Any) -> bool:
         return self._has_mode(stat.S_ISDIR)
@@ -198,7 +200,7 @@ class StorePath(PosixPath):
 
     def entries(self) -> list[FolderEntry]:
         """The names in a folder. Raises `FileNotFoundError`, `NotADirectoryError`."""
-        return self.store.entries(self.resolve().key)
+        return self.store.entries(self.key)
 
     def iterdir(self) -> Generator["StorePath", None, None]:
         return (self / entry.name for entry in self.entries())
@@ -239,7 +241,7 @@ def is_remote(path: object) -> TypeGuard[StorePath]:
 def request(path: Path, offset: int, nbytes: int) -> None:
     """Announce a small read that comes soon: a store is asked for the bytes now, a file system needs no notice."""
     if is_remote(path):
-        path.store.request(path.resolve().key, offset, nbytes)
+        path.store.request(path.key, offset, nbytes)
 
 
 def is_same_path(path: Path, other: Path) -> bool:
@@ -256,6 +258,11 @@ def relative_path(path: Path, folder: Path) -> str | None:
     return None if is_remote(folder) or is_remote(path) else os.path.relpath(path, folder)
 
 
+def _plain(key: str) -> str:
+    """A key without parts `.` and `..`, and without slashes at its ends."""
+    return posixpath.normpath(f"/{key}").strip("/") if "/." in f"/{key}" else key.strip("/")
+
+
 def _pure(store: Store, key: str) -> str:
     """The path that `pathlib` computes names and suffixes from: a revision is no part of a repository's name."""
     place, _, revision = store.url.partition("@")
@@ -266,7 +273,7 @@ class ObjectFile:
     """An object of a store."""
 
     def __init__(self, path: StorePath) -> None:
-        self._store, self._key = path.store, path.resolve().key
+        self._store, self._key = path.store, path.key
         self.status = self._store.stat(self._key)
 
     def read(self, offset: int, nbytes: int) -> bytes:
