@@ -1,6 +1,7 @@
 """Show the plan and the result of `compact`."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import report
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import format_nbytes
-from ckpt_formats.parity.blocks import has_parity
+from ckpt_formats.parity.blocks import find_parity, has_parity, protected_folders
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
 
@@ -30,39 +31,54 @@ _FATES = {
 
 def run(chain: Path, retention: Retention, policy: DeltaPolicy, resources: Execution, as_json: bool) -> None:
     """Compact a chain with a bar, and show what was done."""
-    is_protected = not is_remote(chain) and has_parity(chain)
-    lose = _drop_parity(chain, retention, policy, resources) if is_protected else None
+    again = None if is_remote(chain) else _drop_parity(chain, retention, policy, resources)
     with progress_bar("compacting") as progress:
         result = compact(chain, retention, policy, resources, progress)
-    if is_protected:
+    if again is not None:
         from ckpt_cli.views.protect import protect_states
 
-        protect_states(chain, lose, None, resources)
+        protect_states(chain, again.lose, again.folders, resources)
     notes.note(*result.notes)
     show_result(chain, result, as_json)
 
 
-def _drop_parity(chain: Path, retention: Retention, policy: DeltaPolicy, resources: Execution) -> int | None:
-    """Drop the parity of states that will be removed, as long as they can be read: it is a sum with that of others.
+@dataclass(frozen=True)
+class _ParityAgain:
+    """The parity that is written when a chain is compacted."""
 
-    Without them, damage of others in their groups could not be repaired. Returns how many states of a group may be
-    lost; None if the parity is not that of states.
+    lose: int | None
+    """How many states of a group may be lost; None if the chain was protected as a whole."""
+    folders: tuple[str, ...] | None
+    """None: of all states and segments that have none."""
+
+
+def _drop_parity(chain: Path, retention: Retention, policy: DeltaPolicy, resources: Execution) -> _ParityAgain | None:
+    """Drop the parity of what will be removed or cut, as long as it can be read: it is a sum with that of others.
+
+    Without them, damage of others in their groups could not be repaired. Returns what to write afterwards.
     """
     from ckpt.protection.members import losses_of_groups
 
-    lose = losses_of_groups(chain)
-    if lose is not None:
-        index = chain_file.read(chain)
-        stay = {
-            one.member.folder
-            for one in plan(chain, index, retention, policy).states
-            if one.how == "as it is" and one.member
-        }
-        if going := {member.folder for member in index.members} - stay:
-            from ckpt_cli.views.protect import protect_states
+    if not protected_folders(chain):
+        return None
+    lose, index = losses_of_groups(chain), chain_file.read(chain)
+    if lose is None and has_parity(chain):
+        return _ParityAgain(None, None)
+    planned = plan(chain, index, retention, policy)
+    stay = {one.member.folder for one in planned.states if one.how == "as it is" and one.member}
+    stay |= {one.folder for one in planned.segments if one in index.segments}
+    going = ({one.folder for one in index.members} | {one.folder for one in index.segments}) - stay
+    cut = tuple(one.folder for one in planned.segments if one.folder in going and has_parity(chain / one.folder))
+    in_groups = lose is not None
+    lose = find_parity(chain / cut[0]).manifest.parities if lose is None and cut else lose
+    if lose is None:
+        return None
+    if going:
+        from ckpt_cli.views.protect import protect_states
 
-            protect_states(chain, lose, (), resources, going)
-    return lose
+        # What is left of states that were removed before may be needed by fewer others then.
+        protect_states(chain, lose, (), resources, going | index.shared_packs().keys() - stay)
+    return _ParityAgain(lose, None if in_groups else cut)
 
 
 def show_plan(run: Path, chain: ChainIndex, plan: CompactPlan, as_json: bool) -> None:

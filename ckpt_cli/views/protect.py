@@ -87,7 +87,7 @@ def repair(
         data(_repair_json(done))
     else:
         _show(done)
-    return not done.unrepairable
+    return not done.unrepairable and not done.damaged_before
 
 
 def _show(done: "Repair") -> None:
@@ -109,6 +109,8 @@ def _show(done: "Repair") -> None:
         notes.note("with copies of these files, perhaps older ones: ckpt repair --from OTHER")
     _note_unnamed(done)
     conclude(text)
+    for problem in done.damaged_before:
+        conclude(f"DAMAGED: {problem}; so it was when it was protected")
 
 
 def _note_unnamed(done: "Repair") -> None:
@@ -147,6 +149,7 @@ def _repair_json(done: "Repair") -> dict[str, Any]:
         "unrepairable": [str(one.path) for one in done.unrepairable],
         "lost_tensors": list(done.lost_tensors),
         "unnamed_parity": list(done.unnamed_parity),
+        "damaged_before": list(done.damaged_before),
     }
 
 
@@ -241,8 +244,14 @@ def protect_all_states(path: str, options: ProtectOptions, dry_run: bool, resour
             "--by state keeps parity in the chain, in groups of its own: leave --into and --jump out."
         )
     chain, lose, anew = local_path(path), options.lose, options.overwrite
+    plan = plan_members(chain, lose, anew=anew)
+    if plan.unfinished:
+        notes.note(
+            f"a log that may still grow has no parity yet: {list_names(list(plan.unfinished), printable)}; "
+            "run the command again when its run has ended"
+        )
     if dry_run:
-        show_summary(plan_members(chain, lose, anew=anew).summary, as_json)
+        show_summary(plan.summary, as_json)
         return
     notes.flush()
     with progress_bar("writing parity") as progress:

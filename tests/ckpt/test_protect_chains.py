@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,16 @@ import ckpt
 from ckpt.chains.append import append
 from ckpt.chains.write import DeltaPolicy
 from ckpt.pipeline import Execution, Resources
+from ckpt.protection import members
 from ckpt.protection.members import protect_members
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.files import Reader
-from ckpt_formats.parity.blocks import find_parity
+from ckpt_formats.parity.blocks import find_parity, has_parity
+from ckpt_formats.universal.chain import chain_file
 from damage import BROKEN
 from damage import ckpt as command
-from held import checkpoint, parameter
+from gradient_logs import small_log
+from held import checkpoint, contents, flip, parameter
 from protect_campaign import contents_of
 
 ONE = Execution(workers=1)
@@ -197,3 +201,120 @@ def test_states_that_a_killed_append_left_join_with_the_next_one(chain: Path) ->
     protect_members(chain, 2, ["step-0000000006"], resources=ONE)
     assert {"step-0000000005", "step-0000000006"} <= {name[:15] for name in find_parity(chain).manifest.lengths}
     assert not ckpt.repair(chain, dry_run=True, resources=Resources(workers=1)).damaged
+
+
+def frozen_chain(run: Path, steps: int) -> list[Checkpoint]:
+    """A chain of bases of which all but the first leave a large matrix, which does not change, in the packs of that."""
+    still, states = np.random.default_rng(0).standard_normal((200, 300)).astype(np.float32), list[Checkpoint]()
+    for step in range(1, steps + 1):
+        values = np.random.default_rng(step).standard_normal(3000).astype(np.float32)
+        both = [parameter("still", {"model": still}, "frozen"), parameter("w", {"master": values})]
+        states.append(checkpoint(both, origin=Origin("held", None, step)))
+        append(run, states[-1], None, DeltaPolicy(base_every=1), ONE)
+    return states
+
+
+def assert_states(run: Path, states: list[Checkpoint]) -> None:
+    for one in states:
+        assert contents(ckpt.open(f"{run}@{one.step}")) == contents(one)
+
+
+def list_with_end(run: Path, step: int) -> None:
+    """Let the list of a chain state the end of its last segment, as the next segment does."""
+    chain = chain_file.read(run)
+    segments = (*chain.segments[:-1], replace(chain.segments[-1], step=step))
+    (run / chain_file.NAME).write_bytes(chain_file.dump(replace(chain, segments=segments)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [4, 1])
+def test_a_lost_segment_of_the_log_is_repaired_and_read_through_parity(
+    tmp_path: Path, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "_OWN_SHARE", share)  # with 1, the two ranks of the segment are domains of their own
+    run = tmp_path / "run.chain"
+    segment = small_log(steps=4, scale=300).write(run)
+    list_with_end(run, 3)
+    assert f"ckpt protect '{run}' --by state" in command("doctor", run).out
+    assert command("protect", run, "--by", "state", "--lose", 1).code == 0
+    assert has_parity(segment) == (share == 1)
+    assert "without parity" not in command("doctor", run).out
+    whole, last = contents_of(run), contents(ckpt.open(f"{run}@3"))
+    lost = segment / "rank-00001.ckg"
+    for damage in (lost.unlink, lambda: flip(lost, 5000)):
+        damage()
+        assert command("verify", run).code == BROKEN
+        assert contents(ckpt.open(f"parity://{run}@3")) == last
+        assert command("repair", segment if share == 1 else run).code == 0
+        assert contents_of(run) == whole
+
+    assert command("compact", run, "--upto", 2).code == 0  # shortens the files of the segment
+    lost.unlink()
+    assert command("repair", segment if share == 1 else run).code == 0
+    assert command("verify", run).code == 0
+    assert lost.stat().st_size < len(whole[f"{segment.name}/{lost.name}"])
+
+
+@pytest.mark.slow
+def test_a_damaged_segment_is_not_protected_and_one_that_was_is_named_when_it_is_repaired(tmp_path: Path) -> None:
+    run = tmp_path / "run.chain"
+    segment = small_log(steps=3).write(run)
+    whole = contents_of(run)
+    flip(segment / "rank-00000.ckg", 1500)
+    list_with_end(run, 3)
+    refused = command("protect", run, "--by", "state")
+    assert (refused.code, "is damaged" in refused.err, has_parity(run)) == (BROKEN, True, False)
+    assert command("protect", run).code == 0  # files as they are, whatever they have
+    (segment / "rank-00001.ckg").unlink()
+    assert (command("repair", run).code, contents_of(segment)["rank-00001.ckg"]) == (
+        BROKEN,
+        whole[f"{segment.name}/rank-00001.ckg"],
+    )
+
+    growing = tmp_path / "growing.chain"
+    log = small_log(steps=3)
+    log.ranks[0].pop()  # its end
+    log.write(growing)
+    append(growing, state(9), None, DeltaPolicy(), ONE)
+    assert "may still grow" in command("protect", growing, "--by", "state").err
+    assert {name[:9] for name in find_parity(growing).manifest.lengths} == {"step-0000"}
+
+
+@pytest.mark.slow
+def test_packs_of_removed_states_that_others_need_are_repaired(tmp_path: Path) -> None:
+    run = tmp_path / "run.chain"
+    states = frozen_chain(run, 3)
+    assert command("protect", run, "--by", "state", "--lose", 1).code == 0
+    for keep in ("2,3", "3"):
+        assert command("compact", run, "--keep", keep).code == 0
+        protected = find_parity(run).manifest
+        assert set(protected.lengths) == {
+            path.relative_to(run).as_posix() for path in run.glob("step-*/**/*") if path.is_file()
+        }
+        assert "without parity" not in command("doctor", run).out
+        whole = contents_of(run)
+        shutil.rmtree(run / "step-0000000001")  # only packs that others need are left of it
+        assert command("repair", run).code == 0
+        assert contents_of(run) == whole
+    assert_states(run, states[-1:])
+    ckpt.Chain(run).append(states[-1], step=4)
+    assert command("protect", run, "--by", "state", "--lose", 1).code == 0
+    assert not ckpt.repair(run, dry_run=True, resources=Resources(workers=1)).damaged
+
+
+@pytest.mark.slow
+def test_packs_join_after_a_removal_that_left_the_parity_of_their_state(tmp_path: Path) -> None:
+    run = tmp_path / "run.chain"
+    states = frozen_chain(run, 3)
+    protect_members(run, 1, resources=ONE)
+    ckpt.Chain(run).compact(ckpt.Retention(keep=("2,3",)))
+    protect_members(run, 1, resources=ONE)
+    removed = run / "step-0000000001"
+    assert {name for name in find_parity(run).manifest.lengths if name.startswith(removed.name)} == {
+        path.relative_to(run).as_posix() for path in removed.rglob("*") if path.is_file()
+    }
+    whole = contents_of(run)
+    shutil.rmtree(removed)
+    assert command("repair", run).code == 0
+    assert contents_of(run) == whole
+    assert_states(run, states[1:])

@@ -1,8 +1,9 @@
-"""Parity for the states of a chain: a large one has its own, and small ones share it in groups.
+"""Parity for the states of a chain and the segments of its log: a large one has its own, small ones share it in groups.
 
 A state never changes, but most have one large file, so that parity of its files alone would be larger than it is. In a
 group, a state is a domain: parity is as large as the largest state of the group, for up to 16 of them. A state that is
 appended is added to the parities of its group, which are sums; what is in the group already is not read again.
+Segments that have ended are like states, and so are packs of removed states in which states of others lie.
 """
 
 import os
@@ -15,19 +16,18 @@ import numpy as np
 
 from ckpt.job import AnyProgress
 from ckpt.pipeline import Resources
+from ckpt.protection.chain_parts import check_segment, is_of_run, parts_of_chain, unfinished
 from ckpt.protection.protect import (
     EarlierGroups,
     Protection,
     ProtectPlan,
     check_no_link,
-    is_protected,
     locked,
     plan_protect,
     run_protect,
 )
 from ckpt_formats.core.errors import CkptError, CorruptError, OutputError
 from ckpt_formats.core.files import Reader
-from ckpt_formats.core.folders import below
 from ckpt_formats.core.identity import Identity
 from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.parity.blocks import (
@@ -45,10 +45,11 @@ from ckpt_formats.parity.manifest import (
     Domain,
     DomainGroup,
     ParityManifest,
-    ProtectedFile,
 )
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import LoggedSteps
+from ckpt_formats.universal.gradients import layout as layouts
 
 GROUP = 16
 """States of a group, at most: with M parities, a full group of equal states takes M / 16 more space."""
@@ -67,11 +68,15 @@ class MembersPlan:
     """The folder of the groups."""
     lose: int
     states: tuple[ProtectPlan, ...]
-    """States that get parity of their own."""
+    """States and segments that get parity of their own."""
     groups: ProtectPlan | None
     """The groups of the others; None if they stay as they are."""
     is_empty: bool
     """Whether the parity that is there has no state any more."""
+    segments: tuple[LoggedSteps, ...] = ()
+    """The segments that get parity, and are compared with their own checksums before."""
+    unfinished: tuple[str, ...] = ()
+    """The folders of segments that may still grow, and have no parity yet."""
 
     @property
     def summary(self) -> Protection:
@@ -95,29 +100,44 @@ def plan_members(
     """What `protect_members` would do. Raises as it does."""
     chain = chain_file.read(run)
     check_no_link(parity_folder(run))
-    names = [member.folder for member in chain.members if member.folder not in without]
+    states, removed, segments = (
+        [one for one in some if one.name not in without] for some in parts_of_chain(run, chain)
+    )
+    parts = {one.name: one for one in (*states, *removed, *segments)}
     earlier = None if anew else _earlier(run, lose)
     replaced = frozenset() if earlier is None else states_written_anew(earlier, only_newer=True)
+    replaced |= {one.name for one in _domains(earlier) if one.name in parts and not parts[one.name].is_domain(one)}
     grouped = {domain.name for domain in _domains(earlier)} - replaced
-    wanted = set(names if folders is None else folders)
+    wanted = set(parts if folders is None else folders)
+    if earlier is not None:
+        wanted.update(one.name for one in removed)
     # And those after the last one in a group, which a run that was killed has left.
-    wanted.update(
-        names[max((number + 1 for number, name in enumerate(names) if name in grouped), default=len(names)) :]
-    )
-    own, joining = list[ProtectPlan](), list[Domain]()
-    for name in names:
-        if name not in wanted | replaced or name in grouped or has_parity(run / name):
+    for kind in (states, segments):
+        wanted.update(_after_last([part.name for part in kind], grouped))
+    own, joining, added = list[ProtectPlan](), list[Domain](), list[LoggedSteps]()
+    for name, part in parts.items():
+        if name not in wanted | replaced or name in grouped or part.has_own_parity(run):
             continue
-        domain = Domain(name, tuple(ProtectedFile(one, path.stat().st_size) for one, path in _files(run, name)))
-        if lose * _OWN_SHARE * max((file.nbytes for file in domain.files), default=0) <= _nbytes(domain):
+        domain = part.domain(run)
+        if part.logged is not None:
+            added.append(part.logged)
+        if not part.packs and lose * _OWN_SHARE * max((one.nbytes for one in domain.files), default=0) <= _nbytes(
+            domain
+        ):
             own.append(plan_protect(run / name, lose))
         else:
             joining.append(domain)
-    plan = _plan(run, lose, earlier, set(names), replaced, joining)
+    plan = _plan(run, lose, earlier, set(parts), replaced, joining)
     if plan is not None:
         plan = replace(plan, overwrite=has_parity(run))
-    is_empty = plan is None and has_parity(run) and not grouped & set(names)
-    return MembersPlan(parity_folder(run), lose, tuple(own), plan, is_empty)
+    is_empty = plan is None and has_parity(run) and not grouped & set(parts)
+    growing = tuple(unfinished(run, chain))
+    return MembersPlan(parity_folder(run), lose, tuple(own), plan, is_empty, tuple(added), growing)
+
+
+def _after_last(names: Sequence[str], grouped: Collection[str]) -> Sequence[str]:
+    """The names after the last one in a group; none if none is in one."""
+    return names[max((number + 1 for number, name in enumerate(names) if name in grouped), default=len(names)) :]
 
 
 def protect_members(
@@ -130,59 +150,78 @@ def protect_members(
     resources: Resources | None = None,
     progress: AnyProgress | None = None,
 ) -> Protection:
-    """Write parity for states of a chain that have none, and drop that of states which are no longer in the chain.
+    """Write parity for states and segments of a chain that have none, and drop that of those that it has no longer.
 
     Args:
         run: The folder of the chain.
         lose: How many files of a state may be lost, or how many states of a group.
-        folders: The folders of the states; None: of all. Those after the last one in a group count, too.
-        without: The folders of states that will be removed: their parity is dropped as long as they can be read.
+        folders: The folders of the states and segments; None: of all. Those after the last one in a group count, too.
+        without: The folders that will be removed or cut: their parity is dropped as long as they can be read.
         anew: Replace parity of any kind that the chain has.
 
     Raises:
-        CorruptError: A state that has parity is not what was protected.
+        CorruptError: A state that has parity is not what was protected, or a segment does not fit its own checksums.
         OutputError: The chain has parity of another kind.
         LockedError: Another process writes parity of the chain, or repairs it.
     """
     with locked(parity_folder(run)):
         plan = plan_members(run, lose, folders, without=without, anew=anew)
+        for logged in plan.segments:
+            check_segment(run, logged)
         for one in plan.states:
             run_protect(one, resources=resources, progress=progress)
         if plan.groups is not None:
             run_protect(plan.groups, resources=resources, progress=progress, is_locked=True)
         elif has_parity(run):
             # A run that was killed after it had published may have left the groups before.
-            aside = plan.base.with_name(plan.base.name + PARTIAL)
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(plan.base.with_name(plan.base.name + PARTIAL), ignore_errors=True)
             if plan.is_empty:
-                os.rename(plan.base, aside)
-                shutil.rmtree(aside)
+                _remove(plan.base)
+        for name in without:
+            # The files of a removed state go with its parity; those of a segment may be cut.
+            if chain_file.SEGMENT_FOLDER.fullmatch(name) and has_parity(run / name):
+                _remove(parity_folder(run / name))
     return plan.summary
 
 
+def _remove(base: Path) -> None:
+    """Remove a folder with parity, so that it is there as a whole or not at all."""
+    aside = base.with_name(base.name + PARTIAL)
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(base, aside)
+    shutil.rmtree(aside)
+
+
 def states_written_anew(parity: ProtectedFolder, only_newer: bool = False) -> frozenset[str]:
-    """The folders of states that a chain has now under the names of those that were protected.
+    """The folders of states and segments that a chain has now under the names of those that were protected.
 
     What is there is not damaged: its manifest has a checksum, and is the one that the chain names. `only_newer`: do not
     read those that are older than the parity and as long as they were.
     """
     root, lengths = parity.root, parity.manifest.lengths
     try:
-        members = chain_file.read(root).members
+        chain = chain_file.read(root)
     except CkptError:
         return frozenset()
     written = min((one.stat().st_ctime_ns for one in manifest_copies([parity.base]) if one.is_file()), default=0)
-    result = set[str]()
-    for member in members:
-        name = f"{member.folder}/{manifest.NAME}"
-        path = root / name
-        if name not in lengths or not path.is_file():
-            continue
-        status = path.stat()
+
+    def is_another(name: str) -> bool:
+        """Whether a file of the chain is there and not the one that was protected."""
+        if name not in lengths or not (root / name).is_file():
+            return False
+        status = (root / name).stat()
         if only_newer and status.st_size == lengths[name] and status.st_ctime_ns <= written:
-            continue
-        if not is_as_protected(parity, name) and manifest.stated_content(path) == member.content:
+            return False
+        return not is_as_protected(parity, name)
+
+    result = set[str]()
+    for member in chain.members:
+        name = f"{member.folder}/{manifest.NAME}"
+        if is_another(name) and manifest.stated_content(root / name) == member.content:
             result.add(member.folder)
+    for logged in chain.segments:
+        if is_another(f"{logged.folder}/{layouts.NAME}") and is_of_run(root, logged):
+            result.add(logged.folder)
     return frozenset(result)
 
 
@@ -298,7 +337,3 @@ def _takes(group: Sequence[Domain], domain: Domain) -> bool:
 
 def _nbytes(domain: Domain) -> int:
     return sum(file.nbytes for file in domain.files)
-
-
-def _files(run: Path, name: str) -> Iterator[tuple[str, Path]]:
-    return ((one, path) for one, path in below(run / name, f"{name}/") if is_protected(one))

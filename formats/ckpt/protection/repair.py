@@ -14,6 +14,7 @@ from ckpt.job import AnyProgress, count_to
 from ckpt.pipeline import Resources
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.interrupts import interruptible
+from ckpt.protection.chain_parts import check_segment
 from ckpt.protection.damage import (
     Damage,
     DamagedFile,
@@ -34,6 +35,7 @@ from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.place import ObjectEntry
 from ckpt_formats.core.store_path import is_remote
+from ckpt_formats.core.text import printable
 from ckpt_formats.parity.blocks import (
     BlockAddress,
     BlockPlace,
@@ -46,7 +48,9 @@ from ckpt_formats.parity.blocks import (
 )
 from ckpt_formats.parity.manifest import MAX_NBYTES, NAME
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.stores.location import entry_at, place_at, source_path, target_path
+from ckpt_formats.stores.location import entry_at, listed_again, place_at, source_path, target_path
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import SEGMENT_FOLDER
 
 _FILES_AT_ONCE = 128
 _READ_BACK = 1 << 16
@@ -68,6 +72,8 @@ class Repair(Checked):
     """The tensors with bytes in what cannot be repaired, if the headers of the checkpoint can be read."""
     unnamed_parity: tuple[str, ...] = ()
     """The folders and URLs that have the parity, by the manifest, and were not read: `parity` has to name them."""
+    damaged_before: tuple[str, ...] = ()
+    """Repaired segments of a log that do not fit their own checksums, and why: they were damaged when protected."""
 
     @property
     def unrepairable(self) -> tuple[DamagedFile, ...]:
@@ -138,7 +144,30 @@ def repair(
         written=not dry_run,
         lost_tensors=_tensors_in(root, files),
         unnamed_parity=folder.unnamed,
+        damaged_before=() if dry_run else _damaged_before(files),
     )
+
+
+def _damaged_before(files: Sequence[DamagedFile]) -> tuple[str, ...]:
+    """Compare repaired segments of a chain's log with their own checksums. Returns what is wrong with each."""
+    folders = {file.path.parent for file in files if file.is_repairable}
+    segments = sorted(folder for folder in folders if SEGMENT_FOLDER.fullmatch(folder.name))
+    return tuple(f"{printable(one.name)}: {what}" for one in segments if (what := _problem_of_segment(one)) is not None)
+
+
+def _problem_of_segment(segment: Path) -> str | None:
+    """What is wrong with a segment; None if it is whole, or if the list that names it is damaged."""
+    run = listed_again(segment.parent)
+    try:
+        named = next((one for one in chain_file.read(run).segments if one.folder == segment.name), None)
+    except CkptError:
+        return None
+    try:
+        if named is not None:
+            check_segment(run, named)
+    except CkptError as error:
+        return error.what
+    return None
 
 
 def _tensors_in(root: Path, files: Sequence[DamagedFile]) -> tuple[str, ...]:

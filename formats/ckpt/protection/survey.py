@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ckpt.protection.chain_parts import has_ended, parts_of_chain
 from ckpt.protection.damage import all_files, file_nbytes
 from ckpt.protection.members import is_of_members, states_written_anew
 from ckpt.protection.protect import is_protected
@@ -28,7 +29,7 @@ from ckpt_formats.parity.blocks import (
 from ckpt_formats.parity.manifest import BLOCK_NBYTES
 from ckpt_formats.registry.location import checkpoints_in, is_checkpoint
 from ckpt_formats.stores.location import is_url
-from ckpt_formats.universal.chain.chain_file import FOLDER
+from ckpt_formats.universal.chain import chain_file
 
 MAX_FOLDERS = 1000
 """Folders that are looked at: the newest by name."""
@@ -87,7 +88,8 @@ def _roots(folder: Path) -> Iterator[Path]:
         return
     try:
         if (folder / _CHAIN).is_file():
-            yield from sorted(one for one in folder.iterdir() if one.is_dir() and is_checkpoint(one))
+            logs = _ended_logs(folder)
+            yield from sorted(one for one in folder.iterdir() if one.is_dir() and (one in logs or is_checkpoint(one)))
         elif is_checkpoint(folder):
             files = sorted(one for one in folder.iterdir() if one.is_file() and not one.name.startswith("."))
             by_file = any(has_parity(one) for one in files)
@@ -96,6 +98,15 @@ def _roots(folder: Path) -> Iterator[Path]:
             yield from checkpoints_in(folder)
     except (CkptError, OSError):
         return
+
+
+def _ended_logs(chain: Path) -> frozenset[Path]:
+    """The folders of the segments of a chain that do not change any more; none if its list is damaged."""
+    try:
+        segments = chain_file.read(chain).segments
+    except CkptError:
+        return frozenset()
+    return frozenset(chain / one.folder for one in segments if has_ended(chain, one))
 
 
 def _surveyed(roots: Sequence[Path]) -> Iterator[SurveyedFolder]:
@@ -121,10 +132,11 @@ def _compared(path: Path, parity: ProtectedFolder, most: int) -> tuple[SurveyedF
     manifest, known = parity.manifest, parity.manifest.lengths
     files = [(path.name, path)] if parity.file is not None else below(path)
     is_of_states = (path / _CHAIN).is_file() and is_of_members(manifest)
+    parts = _parts(path) if is_of_states else None
     there = {
         name: file.stat()
         for name, file in files
-        if file.is_file() and is_protected(name) and not (is_of_states and name not in known and _is_beside(path, name))
+        if file.is_file() and is_protected(name) and (parts is None or name in known or name.partition("/")[0] in parts)
     }
     anew = states_written_anew(parity) if is_of_states else frozenset()
     known = {name: nbytes for name, nbytes in known.items() if name.partition("/")[0] not in anew}
@@ -156,10 +168,16 @@ def _compared(path: Path, parity: ProtectedFolder, most: int) -> tuple[SurveyedF
     )
 
 
-def _is_beside(chain: Path, name: str) -> bool:
-    """Whether a file of a chain is not one of a state that could be in groups: its list, its log, or with parity."""
-    folder, mark, _ = name.partition("/")
-    return not mark or FOLDER.fullmatch(folder) is None or has_parity(chain / folder)
+def _parts(chain: Path) -> frozenset[str]:
+    """The folders of a chain that could be in groups: not its list, a log that grows, and what has its own parity.
+
+    None if its list is damaged.
+    """
+    try:
+        kinds = parts_of_chain(chain, chain_file.read(chain))
+    except CkptError:
+        return frozenset()
+    return frozenset(part.name for kind in kinds for part in kind if not part.has_own_parity(chain))
 
 
 def _middle_blocks(parity: ProtectedFolder) -> Iterator[tuple[BlockAddress, str]]:

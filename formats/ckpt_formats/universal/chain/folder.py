@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt_formats.core.errors import OutputError
@@ -62,7 +63,7 @@ def kept_nbytes(run: Path, chain: ChainIndex) -> int:
         for name, shared in chain.shared_packs().items()
         if name not in members
         for path in (run / name / PACKS).glob("*")
-        if _is_shared(path.name, shared)
+        if is_shared(path.name, shared)
     )
 
 
@@ -74,10 +75,11 @@ def _unused(removed: Path, shared: list[SharedPacks]) -> list[Path]:
     files = sorted(packs.iterdir()) if packs.is_dir() and not packs.is_symlink() else []
     # The manifest comes first, so that what stays does not look like a checkpoint.
     others = sorted((path for path in removed.iterdir() if path != packs), key=lambda path: path.name != MANIFEST)
-    return [*others, *(path for path in files if not _is_shared(path.name, shared))]
+    return [*others, *(path for path in files if not is_shared(path.name, shared))]
 
 
-def _is_shared(name: str, shared: list[SharedPacks]) -> bool:
+def is_shared(name: str, shared: Sequence[SharedPacks]) -> bool:
+    """Whether the file of a pack is one in which states of other members lie."""
     number = pack_number(name)
     return number is not None and any(one.has(number) for one in shared)
 
