@@ -211,7 +211,8 @@ def _wrong_usage(error: click.ClickException) -> int:
         option = getattr(error, "param", None)
         record = option.get_help_record(context) if isinstance(option, click.Option) else None
         if record is not None:
-            hint = f"{record[0]}: {record[1].rstrip('.')}. `{place} --help` explains all."
+            about = record[1].removesuffix("[required]").rstrip(" .")
+            hint = f"{record[0]}: {about}. `{place} --help` explains all."
     message = getattr(error, "message", "")
     if "No such command" in message:
         what, hint = f"there is no command {what.rpartition('command ')[2]}", _similar_command(message)

@@ -95,7 +95,7 @@ def _text(event: FollowEvent) -> str:
         "discarded": f"the served step is damaged, and is no longer served: {error}",
         "notified": "the URL has answered" if event.error is None else f"the URL has no answer: {error}",
         "executed": f"the command has ended with exit code {event.exit_code}",
-        "waiting": "waiting for the first step",
+        "waiting": "waiting for the first published step",
         "failed": f"the chain cannot be read now: {error}",
     }
     return bounded(texts.get(event.kind, event.kind))

@@ -164,9 +164,6 @@ def show_result(
         data({**to_json(result), **(more or {})})
         return
     resumed = f"; {format_nbytes(result.resumed_nbytes)} of it by an earlier run" if result.resumed else ""
-    match = "matches" if result.checksums == 1 else "match"
-    checksums = f"{counted(result.checksums, 'checksum')} of the source {match}"
-    checked = f"; {checksums if result.checksums else 'the source has no checksums'}"
     if result.status == "already complete":
         conclude(f"{printable(str(result.target))} is complete: shards of this job have published it already")
         return
@@ -175,7 +172,19 @@ def show_result(
         return
     rate = format_nbytes(result.nbytes / result.seconds) if result.seconds else "?"
     wrote = f"wrote {printable(str(result.target))}: {format_nbytes(result.nbytes)} in {file_count(result.files)}"
-    conclude(f"{wrote}, {result.seconds:.1f} s, {rate}/s{resumed}{checked}")
+    conclude(f"{wrote}, {result.seconds:.1f} s, {rate}/s{resumed}; {_checked(result)}")
+
+
+def _checked(result: Result) -> str:
+    """Which checksums of the source were compared."""
+    parts = [
+        counted(number, what) for number, what in ((result.checksums, "checksum"), (result.chunks, "chunk")) if number
+    ]
+    if not parts:
+        return "the source has no checksums"
+    is_one = result.checksums + result.chunks == 1
+    theirs = "" if not result.chunks else " its checksum" if is_one else " their checksums"
+    return f"{' and '.join(parts)} of the source match{'es' * is_one}{theirs}"
 
 
 def to_json(result: Result) -> dict[str, Any]:
@@ -188,6 +197,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "resumed_files": result.resumed,
         "resumed_nbytes": result.resumed_nbytes,
         "checksums_verified": result.checksums,
+        "chunks_verified": result.chunks,
         "status": result.status,
         **({"pending": _pending(result)} if result.status == "pending" else {}),
         **({"changed_values": [_changed_json(one) for one in result.changed]} if result.changed else {}),

@@ -79,6 +79,7 @@ def test_restore_refuses_a_step_that_is_not_there(whole: Path, tmp_path: Path) -
     assert "from 1 to 6" in done.err
     assert ckpt("restore", whole / "step1", tmp_path / "out", "--step", 99).code == 10
     assert ckpt("log", whole / "step1").code == 10
+    assert f"Name the whole chain: {whole / 'run'}" in ckpt("log", whole / "run@2").err
     assert os.listdir(tmp_path) == []
 
 

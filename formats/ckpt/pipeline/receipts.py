@@ -41,6 +41,7 @@ def _json(receipt: Receipt) -> dict[str, Any]:
         **({"changes": [_change_json(change) for change in receipt.changes]} if receipt.changes else {}),
         **({"zeros": receipt.zeros} if receipt.zeros else {}),
         **({"placed": receipt.placed} if receipt.placed else {}),
+        **({"chunks": receipt.chunks} if receipt.chunks else {}),
     }
 
 
@@ -49,8 +50,8 @@ def _receipt(fields: Mapping[str, Any]) -> Receipt:
     parts = fields["file"].split("/")
     if not all(parts) or "\0" in fields["file"] or {".", ".."} & set(parts):
         raise ValueError("no file of a target")
-    placed = fields.get("placed", 0)
-    if not (is_natural(fields["nbytes"]) and is_natural(placed)):
+    placed, chunks = fields.get("placed", 0), fields.get("chunks", 0)
+    if not all(map(is_natural, (fields["nbytes"], placed, chunks))):
         raise ValueError("no lengths")
     if not (isinstance(fields["entry"], dict) and isinstance(fields["e_tag"], str)):
         raise ValueError("no receipt")
@@ -64,6 +65,7 @@ def _receipt(fields: Mapping[str, Any]) -> Receipt:
         tuple(map(_change, fields.get("changes", ()))),
         tuple(map(_zeros, fields.get("zeros", ()))),
         placed,
+        chunks,
     )
 
 

@@ -38,6 +38,9 @@ class Result(Checked):
     """What could not be removed when the target was complete."""
     resumed_nbytes: Count = 0
     """The bytes of the files, or parts, that an earlier run wrote."""
+    chunks: Count = 0
+    """Chunks of the source's encoded values whose checksums matched as they were decoded. One that was read for two
+    files counts twice."""
     zeros: tuple[Notice, ...] = ()
     """Zeros in what was read that look like values that were never written."""
 

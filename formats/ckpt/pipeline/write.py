@@ -180,6 +180,7 @@ class _Writing:
             changed=changed,
             left=stage.notices,
             resumed_nbytes=self._nbytes(resumed),
+            chunks=sum(receipt.chunks for receipt in receipts),
             zeros=zeros,
         )
 

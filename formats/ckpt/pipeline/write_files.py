@@ -77,7 +77,13 @@ def write_files(
                     error.where = f"tensor {', '.join(printable(name) for name in part.names()[:1])}"
                 raise
         evidence = receipt.evidence.without_seals(listed)
-        return replace(receipt, evidence=evidence, changes=reader.changes.seen(), zeros=reader.zeros.runs())
+        return replace(
+            receipt,
+            evidence=evidence,
+            changes=reader.changes.seen(),
+            zeros=reader.zeros.runs(),
+            chunks=reader.chunks,
+        )
 
     def write_group(group: Group, planned: PlannedReads | None) -> tuple[list[Receipt], BaseException | None]:
         """The receipts of the files that were written, and the first error of the others."""
@@ -92,8 +98,12 @@ def write_files(
             written = [members.submit(write, part, share, planned, band) for part in group]
         errors = [one.exception() for one in written]
         receipts = [one.result() for one, error in zip(written, errors, strict=True) if error is None]
-        if receipts:  # the zeros of the band are those of all its files
-            receipts[0] = replace(receipts[0], zeros=(*receipts[0].zeros, *reader.zeros.runs()))
+        if receipts:  # what the band has read is of all its files
+            receipts[0] = replace(
+                receipts[0],
+                zeros=(*receipts[0].zeros, *reader.zeros.runs()),
+                chunks=receipts[0].chunks + reader.chunks,
+            )
         return receipts, next(filter(None, errors), None)
 
     def write_item(item: tuple[Group, PlannedReads | None]) -> tuple[list[Receipt], BaseException | None]:

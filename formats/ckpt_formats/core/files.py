@@ -86,6 +86,8 @@ class Reader:
         self._buffers: dict[Hashable, _Array] = {}
         self.zeros = ZeroRuns()
         """Where there was nothing but zeros in what it read itself, not by its band."""
+        self.chunks = 0
+        """Chunks of encoded values that were compared with their checksums: one that is read twice counts twice."""
 
     def __enter__(self) -> "Reader":
         return self

@@ -177,6 +177,8 @@ class Receipt:
     """Where the files that were read for it have nothing but zeros."""
     placed: int = 0
     """Bytes that were written at their place in the plan's single file at once, besides the file of this receipt."""
+    chunks: int = 0
+    """Chunks of the source's encoded values that matched their checksums as they were decoded for it."""
 
     @property
     def written(self) -> int:

@@ -64,6 +64,7 @@ class ChunkStore:
                 where=self.path,
                 hint=_HINT,
             )
+        reader.chunks += 1
         return data[:nbytes].data
 
     def source(self, indices: range) -> FileBlob:

@@ -387,7 +387,10 @@ def read(run: Path) -> ChainIndex:
     """The chain in a folder. Raises `NotFoundError` if the folder is not a chain, or is not there."""
     if not (run / NAME).is_file():
         what = "not a chain: it has no chain.json" if run.exists() else "there is nothing at this path"
-        raise NotFoundError(what, where=run, hint="`ckpt append CHAIN CKPT` begins a chain.")
+        chain = run.with_name(run.name.partition("@")[0] or run.name)
+        is_state = chain != run and (chain / NAME).is_file()
+        hint = f"Name the whole chain: {chain}" if is_state else "`ckpt append CHAIN CKPT` begins a chain."
+        raise NotFoundError("a state of a chain, not a chain" if is_state else what, where=run, hint=hint)
     return load(run / NAME)
 
 
