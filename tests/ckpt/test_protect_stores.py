@@ -153,3 +153,15 @@ def test_kills_in_a_bucket_leave_parity_absent_or_whole_and_each_object_damaged_
         assert {one: left[one] for one in damaged} == damaged
         assert not ckpt.repair(PLACE, resources=TWO).unrepairable
         assert objects_below(user, "run") == whole
+
+
+@pytest.mark.slow
+def test_a_lost_object_of_a_chain_in_a_bucket_is_repaired(user: StoreServer) -> None:
+    user.put("run", SAMPLES / "universal-1-delta")
+    assert command("protect", PLACE, "--lose", 1).code == 0
+    whole = objects_below(user, "run")
+    obstore.delete(user.client, f"run/{next(name for name in whole if name.endswith('/packs/00000.safetensors'))}")
+    assert command("verify", PLACE).code == BROKEN
+    repaired = command("repair", PLACE)
+    assert repaired.code == 0, repaired.err
+    assert objects_below(user, "run") == whole

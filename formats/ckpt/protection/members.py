@@ -210,7 +210,7 @@ def states_written_anew(parity: ProtectedFolder, only_newer: bool = False) -> fr
         if name not in lengths or not (root / name).is_file():
             return False
         status = (root / name).stat()
-        if only_newer and status.st_size == lengths[name] and status.st_ctime_ns <= written:
+        if only_newer and status.st_size == lengths[name] and status.st_ctime_ns < written:
             return False
         return not is_as_protected(parity, name)
 

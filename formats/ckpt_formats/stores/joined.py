@@ -6,13 +6,13 @@ object: `rank-00000.ckg.part-00000000000000000000`, then `rank-00000.ckg.part-` 
 
 import os
 import re
-import stat
 from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
 from ckpt_formats.core.store_path import FolderEntry, Store
+from ckpt_formats.stores.listed_store import object_status
 
 _PART = re.compile(r"(.+\.ckg)\.part-(\d{20})", re.DOTALL)
 
@@ -83,7 +83,7 @@ class JoinedParts:
         parts = [self._store.stat(part_name(key, begin)) for begin in begins[:-1]]
         number = crc32(repr([part.st_ino for part in parts]).encode())
         modified = max(part.st_mtime for part in parts)
-        return os.stat_result((stat.S_IFREG | 0o444, number, 0, 1, 0, 0, begins[-1], modified, modified, modified))
+        return object_status(number, begins[-1], modified)
 
     def is_object(self, key: str) -> bool:
         return key in self._begins or bool(self._store.is_object(key))

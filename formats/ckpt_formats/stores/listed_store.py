@@ -32,10 +32,14 @@ class StoredObject:
 
     def status(self) -> os.stat_result:
         """As of a file. Its identity is that of the content, by the e_tag."""
-        number = crc32(self.e_tag.encode())
-        return os.stat_result(
-            (stat.S_IFREG | 0o444, number, 0, 1, 0, 0, self.nbytes, self.modified, self.modified, self.modified)
-        )
+        return object_status(crc32(self.e_tag.encode()), self.nbytes, self.modified)
+
+
+def object_status(number: int, nbytes: int, modified: float) -> os.stat_result:
+    """As of a file, for what is stored as objects. `number`: of its content; `modified`: in seconds."""
+    mode, nanoseconds = stat.S_IFREG | 0o444, round(modified * 1e9)
+    times = dict.fromkeys(("st_atime_ns", "st_mtime_ns", "st_ctime_ns"), nanoseconds)
+    return os.stat_result((mode, number, 0, 1, 0, 0, nbytes, modified, modified, modified), times)
 
 
 @dataclass(frozen=True, slots=True)
