@@ -25,6 +25,7 @@ from ckpt_formats.stores.location import source_path
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.states import open_steps
 from damage import SAMPLES, ckpt
+from held import states
 from object_stores import BUCKET, StoreServer
 
 RECORDED = SAMPLES / "recorded-1" / "run.chain"
@@ -152,6 +153,28 @@ def test_copy_removes_what_the_chain_dropped_and_uses_what_a_kill_left(
     names = {key.split("/")[2] for key in keys(user)}
     assert names == {one.name for one in run.iterdir()} - {"chain.lock"}
     assert ckpt("diff", THERE, run).code == 0
+
+
+@pytest.mark.slow
+def test_copy_follows_a_chain_that_is_compacted_twice_between_two_looks(user: StoreServer, tmp_path: Path) -> None:
+    run, looks, stop = tmp_path / "run.chain", list[int](), threading.Event()
+    for state in states(4, 100):
+        library.Chain(run).append(state)
+
+    def rewrite(update: follow.CopyUpdate) -> None:
+        looks.append(update.objects)
+        if len(looks) == 1:  # step 3 becomes a delta of step 1, then a base
+            for keep in ("1,3,4", "3,4"):
+                library.Chain(run).compact(library.Retention((keep,)))
+            return
+        assert ckpt("diff", THERE, run).code == 0
+        if len(looks) == 2:  # no state is ever written again in its folder
+            pack = next((run / "step-0000000004").rglob("*.safetensors"))
+            pack.write_bytes(pack.read_bytes()[::-1])
+
+    with pytest.raises(OutputError, match="has other bytes than the chain"):
+        library.follow_copy(run, THERE, every=0.01, stop=stop, on_update=rewrite)
+    assert len(looks) == 2
 
 
 def test_another_chain_is_not_touched(user: StoreServer, run: Path, tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def _rewritten(
     `source`: the state, None for one of the log. `earlier`: the last one that stays, None for one of the log.
     """
     run, resources, member = place.look(), place.resources, state.member
-    target = unused_folder(run, state.step)
+    target = unused_folder(run, state.step, member)
     unchanged = _unchanged(run, state, before)
     if member is None or source is None:
         source = open_state(run, chain, state.step)

@@ -80,7 +80,7 @@ def _rewritten(
     progress: AnyProgress | None,
 ) -> AppendResult:
     """Write the same model, bit for bit, to a new folder: as a base, or as a delta of a model that stays."""
-    source, target = open_member(run, chain, member), unused_folder(run, member.step)
+    source, target = open_member(run, chain, member), unused_folder(run, member.step, member)
     # What it shares with packs of others stays there, once for all members.
     unchanged = EarlierMember(open_one(run, member), only_shared=True) if member.shared else None
     if against is None:

@@ -28,9 +28,13 @@ class CompactPlan:
     segments: tuple[LoggedSteps, ...]
 
 
-def unused_folder(run: Path, step: int) -> Path:
-    """The folder in which a member is written again: a name that the chain does not have yet."""
-    number = 0
+def unused_folder(run: Path, step: int, member: Member | None) -> Path:
+    """The folder in which a member is written again: a name that the chain does not have, and that it never had.
+
+    `member`: as it is stored now; None if it is in the log only. A copy of the chain may still have what was stored
+    under its earlier names, so none of them comes back.
+    """
+    number = int("0" + member.folder.partition(".")[2]) if member is not None else 0
     while (run / (name := folder_name(step) + (f".{number}" if number else ""))).exists():
         number += 1
     return run / name

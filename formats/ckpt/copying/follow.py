@@ -25,6 +25,7 @@ from ckpt_formats.core.errors import (
 )
 from ckpt_formats.core.files import Reader, write_all
 from ckpt_formats.core.folders import below
+from ckpt_formats.core.identity import Identity
 from ckpt_formats.core.place import ObjectEntry
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.registry.listed import is_mark
@@ -109,8 +110,9 @@ class _ChainCopy:
     """The copy of a chain, which this process alone changes."""
 
     change: ChainChange
-    done: set[str] = field(default_factory=set)
-    """The names of objects that this process has put or compared."""
+    done: dict[str, Identity | None] = field(default_factory=dict)
+    """The objects that this process has put or compared, by name: each with the file that it is of, or None if it is a
+    part of a log, which only grows."""
 
     def bring(self, run: Path) -> CopyUpdate:
         """Put what is new. If the chain is changed meanwhile so that files are gone, it is read again."""
@@ -195,11 +197,20 @@ class _ChainCopy:
         return segment.last
 
     def _put_file(self, run: Path, path: Path, there: dict[str, ObjectEntry]) -> None:
-        self._put(path, 0, path.stat().st_size, path.relative_to(run).as_posix(), there)
+        status = path.stat()
+        self._put(path, 0, status.st_size, path.relative_to(run).as_posix(), there, Identity.of(status))
 
-    def _put(self, path: Path, begin: int, end: int, name: str, there: dict[str, ObjectEntry]) -> None:
+    def _put(
+        self,
+        path: Path,
+        begin: int,
+        end: int,
+        name: str,
+        there: dict[str, ObjectEntry],
+        identity: Identity | None = None,
+    ) -> None:
         """Put a range of a file as an object, unless this process has done so. One that exists is compared."""
-        if name in self.done and name in there:
+        if name in there and self.done.get(name, ...) == identity:
             return
         place = self.change.place
         is_whole = not is_remote(path) and (begin, end) == (0, path.stat().st_size)
@@ -218,7 +229,7 @@ class _ChainCopy:
             if not self._is_equal(name, stored, part, tag):
                 raise CorruptError("the object in the store has other bytes than were read", where=place.where(name))
             there[name] = stored
-        self.done.add(name)
+        self.done[name] = identity
 
     def _is_equal(self, name: str, stored: ObjectEntry, part: Path, tag: str) -> bool:
         """Whether an object has the bytes of a file, by its e_tag, or because it was read."""
