@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_formats.core import publish
+from ckpt_formats.core.files import write_sealed
 from clusters import files
 from damage import FULL, OUTPUT, SAMPLES, ckpt
 
@@ -187,3 +188,24 @@ def test_folders_that_cannot_be_flushed_are_no_failure(
     assert done.code == 0, done.err
     assert "note: the file system cannot flush folders to the disk" in done.err
     assert files(Path("out")) == expected
+
+
+def test_disk_begins_with_a_file_while_it_is_written_if_the_file_is_flushed_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, begun = publish._sync_file_range(), list[tuple[int, int]]()
+
+    def recorded(file: int, start: int, nbytes: int, flags: int) -> int:
+        begun.append((start, nbytes))
+        return int(call(file, start, nbytes, flags))
+
+    monkeypatch.setattr(publish, "_sync_file_range", lambda: recorded)
+    parts = [bytes([number]) * (3 << 20) for number in range(7)]
+    for is_flushed in (False, True):
+        seal = write_sealed(tmp_path, str(is_flushed), parts, is_flushed)
+        assert (tmp_path / str(is_flushed)).read_bytes() == b"".join(parts)
+        assert seal.nbytes == 21 << 20
+        assert begun == ([(0, 9 << 20), (9 << 20, 9 << 20)] if is_flushed else [])
+    monkeypatch.setattr(publish, "_sync_file_range", lambda: None)  # on systems that lack the call
+    write_sealed(tmp_path, "without", parts, is_flushed=True)
+    assert (tmp_path / "without").read_bytes() == b"".join(parts)

@@ -55,6 +55,9 @@ class _ToBePut:
     data: Path
     parallel: ClassVar[int] = 1
 
+    def flushes(self, file: str) -> bool:
+        return False
+
     def persist(self, receipt: Receipt) -> Receipt:
         return receipt
 

@@ -83,13 +83,15 @@ class _Direct:
     """The single file that is the target, if it is one."""
     parallel: ClassVar[int] = 4
 
+    def flushes(self, file: str) -> bool:
+        return self.product in (None, file)
+
     def persist(self, receipt: Receipt) -> Receipt:
         """Flush to the disk what stays. Small files are flushed at the end, where one commit covers many.
 
         What is copied into a single file at the end is not flushed: after a crash, its checksums say what is intact.
         """
-        stays = self.product is None or self.product == receipt.file
-        if stays and receipt.nbytes >= _LARGE:
+        if self.flushes(receipt.file) and receipt.nbytes >= _LARGE:
             flush_or_remove(self.data / receipt.file)
         if self.product is not None and receipt.placed >= _LARGE:
             flush_or_remove(self.data / self.product)

@@ -66,6 +66,9 @@ class Sink(Protocol):
     def parallel(self) -> int:
         """How many files may be persisted at once."""
 
+    def flushes(self, file: str) -> bool:
+        """Whether `persist` flushes this file if it is large: the disk may begin with it while it is written."""
+
     def persist(self, receipt: Receipt) -> Receipt:
         """Bring a finished file to where a crash of this process does not reach it. From any thread."""
 
@@ -83,6 +86,9 @@ class Attempt:
     check: Callable[[], None]
     """Raises if this process may no longer write."""
     parallel: ClassVar[int] = 4
+
+    def flushes(self, file: str) -> bool:
+        return False
 
     def persist(self, receipt: Receipt) -> Receipt:
         """Give the file to the place, and remove it here. Raises `OutputError` if another job has put it."""

@@ -20,6 +20,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import FilePlan, Receipt, WritableFormat
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.prefetch import PlannedReads
+from ckpt_formats.core.spare_workers import SpareWorkers
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.registry.plugins import blamed_on_package, returned
@@ -63,11 +64,12 @@ def write_files(
         return receipt
 
     def write_values(part: FilePlan, share: Resources, planned: PlannedReads | None, band: Band | None) -> Receipt:
+        others = spare if band is None else None  # files in step wait for one another
         with (
             Reader(
                 max_files=share.files, identities=identities, band=band, planned=planned, cache_nbytes=share.cache
             ) as reader,
-            Transfer(reader, share.slab, count) as transfer,
+            Transfer(reader, share.slab, count, others, sink.flushes(part.file)) as transfer,
         ):
             try:
                 with blamed_on_package(format, OSError):
@@ -120,7 +122,9 @@ def write_files(
     with (
         prefetched([ranges_of(group) for group in in_order], identities, whole) as planned,
         ThreadPoolExecutor(resources.workers, "ckpt") as pool,
+        ThreadPoolExecutor(resources.workers, "ckpt-spare") as helping,
     ):
+        spare = None if resources.workers == 1 else SpareWorkers(working, helping)
         try:
             yield from _persist_all(sink, written(pool, zip(in_order, planned, strict=True)))
         except BaseException:

@@ -24,7 +24,6 @@ from ckpt_formats.containers.shard_index import NO_COUNT, NO_INDEX, ShardIndex, 
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter, SourceFile
 from ckpt_formats.core.coming_reads import request_starts
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
-from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.folders import INDEX_SUFFIX, part_of_vllm
 from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.geometry import Box
@@ -162,7 +161,7 @@ def write_weights(folder: Path, plan: FilePlan, transfer: Transfer) -> Receipt:
     content = plan.content
     assert isinstance(content, WeightsContent)
     header = header_bytes(slots, content.metadata, content.header, reference_style=bool(content.header))
-    seal = write_sealed(folder, plan.file, _stream(header, plan.parameters, transfer))
+    seal = transfer.write_sealed(folder, plan.file, _stream(header, plan.parameters, transfer))
     sizes = {slot.name: slot.nbytes for slot in slots}
     return Receipt(plan.file, seal.nbytes, (seal,), sizes, transfer.reader.evidence())
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ckpt_formats.containers.torchfile import FileLayout, FileOutline, layout_file, outline_file
 from ckpt_formats.core.checkpoint import Parameter
-from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.transfer import Transfer
@@ -48,5 +47,5 @@ def write_tree(folder: Path, plan: FilePlan, transfer: Transfer) -> Receipt:
     plan = plan.laid_out()
     layout = plan.content
     assert isinstance(layout, FileLayout)
-    seal = write_sealed(folder, plan.file, layout.stream(transfer.chunks))
+    seal = transfer.write_sealed(folder, plan.file, layout.stream(transfer.chunks))
     return Receipt(plan.file, seal.nbytes, (seal,), {}, transfer.reader.evidence())

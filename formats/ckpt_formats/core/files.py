@@ -26,6 +26,7 @@ from ckpt_formats.core.bands import BAND, Band, BytesInMemory, Rows, rows_nbytes
 from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, UnsafeError
 from ckpt_formats.core.identity import Identities, note
 from ckpt_formats.core.open_file import LocalFile, OpenFile, as_stream, open_file, stream_nbytes
+from ckpt_formats.core.publish import EarlyFlush
 from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.store_path import ObjectFile, StoreError, is_remote
 from ckpt_formats.core.zero_runs import ZeroRuns
@@ -356,14 +357,20 @@ def read_settings(path: Path, max_nbytes: int) -> bytes:
     return content
 
 
-def write_sealed(folder: Path, file: str, parts: Iterable[bytes | memoryview]) -> Seal:
-    """Write a file front to back. Returns a seal of the whole file, with a path relative to `folder`."""
+def write_sealed(folder: Path, file: str, parts: Iterable[bytes | memoryview], is_flushed: bool = False) -> Seal:
+    """Write a file front to back. Returns a seal of the whole file, with a path relative to `folder`.
+
+    `is_flushed`: whether it is flushed afterwards, so that the disk may begin with it.
+    """
     digest, nbytes = xxhash.xxh3_128(), 0
     with (folder / file).open("wb", buffering=0) as out:
+        early = EarlyFlush(out.fileno()) if is_flushed else None
         for part in parts:
             digest.update(part)
             nbytes += len(part)
             write_all(out, part)
+            if early is not None:
+                early.note(nbytes)
     return Seal(Path(file), 0, nbytes, "xxh3-128", int(digest.intdigest()), file)
 
 

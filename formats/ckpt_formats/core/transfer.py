@@ -1,13 +1,20 @@
 """Read the values of one file's tensors in slabs, within a memory budget; verify and count the bytes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from ckpt_codecs.scratch import acquire_buffer, release_buffer
-from ckpt_formats.core.files import Reader
+from ckpt_formats.core.files import Reader, write_sealed
 from ckpt_formats.core.geometry import Box, slabs
+from ckpt_formats.core.seals import Seal
+from ckpt_formats.core.spare_workers import SpareWorkers
 from ckpt_formats.core.tensor import Array, Tensor
+
+T = TypeVar("T")
 
 SLAB = 1 << 20
 """Bytes read at once: few enough to stay in a core's cache while they are read, hashed and written.
@@ -15,19 +22,36 @@ SLAB = 1 << 20
 Linux caches what one call of `write` brings in huge pages if it can, from 2 MiB on. To find and clear these costs it
 more than the copy: see benchmarks/results/converting.md.
 """
+_SMALL_NBYTES = 1 << 17
+"""To write so many bytes takes less time than to let a spare worker read the next ones."""
 
 
 class Transfer:
     """Reads the tensors of one file. An array that it returns is valid until the next call for the same slot."""
 
     def __init__(
-        self, reader: Reader, slab_nbytes: int = SLAB, count_bytes: Callable[[int], None] = lambda nbytes: None
+        self,
+        reader: Reader,
+        slab_nbytes: int = SLAB,
+        count_bytes: Callable[[int], None] = lambda nbytes: None,
+        spare: SpareWorkers | None = None,
+        is_flushed: bool = False,
     ) -> None:
-        """`slab_nbytes`: the budget of one array. `count_bytes` is called with the bytes of each block that is read."""
+        """`slab_nbytes`: the budget of one array. `count_bytes` is called with the bytes of each block that is read.
+
+        `spare`: workers who may compute the next block of a file; None: nobody does. `is_flushed`: whether the file
+        with the values is flushed as soon as it is written.
+        """
+        self.is_flushed = is_flushed
         self.reader = reader
         self._slab_nbytes = slab_nbytes
         self._count_bytes = count_bytes
         self._buffers: dict[str, Array] = {}
+        self._spare = spare
+        self.turns = 1 if spare is None else 2
+        """How many items of a sequence are valid at a time: as many slots of each kind need those that compute it."""
+        self._turn = 0
+        """The number of the slot that `chunks` has filled last."""
 
     def __enter__(self) -> "Transfer":
         return self
@@ -51,9 +75,27 @@ class Transfer:
             yield box, self.fetch(tensor, box)
 
     def chunks(self, tensor: Tensor) -> Iterator[memoryview]:
-        """All bytes of a tensor, in storage order."""
-        for _, values in self.slabs(tensor):
-            yield as_bytes(values).data
+        """All bytes of a tensor, in storage order. `turns` blocks are valid at a time."""
+        for box in self.boxes(tensor):
+            self._turn = (self._turn + 1) % self.turns
+            yield as_bytes(self.fetch(tensor, box, f"chunks/{self._turn}")).data
+
+    def write_sealed(self, folder: Path, file: str, parts: Iterable[bytes | memoryview]) -> Seal:
+        """Write a file front to back, as `files.write_sealed`; a spare worker computes the next part meanwhile.
+
+        `parts` may be computed by this transfer. `turns` of them must be valid at a time.
+        """
+        with self.ahead(parts, lambda part: len(part) > _SMALL_NBYTES) as computed:
+            return write_sealed(folder, file, computed, self.is_flushed)
+
+    @contextmanager
+    def ahead(self, items: Iterable[T], is_worth: Callable[[T], bool]) -> Iterator[Iterator[T]]:
+        """As `SpareWorkers.ahead`, for items that this transfer reads: within, nobody else may use it."""
+        if self._spare is None:
+            yield iter(items)
+            return
+        with self._spare.ahead(items, is_worth) as computed:
+            yield computed
 
     def fetch(self, tensor: Tensor, box: Box, slot: str = "values", counted: bool = True) -> Array:
         """The values of one block: an array of the same shape as the block, and of the tensor's dtype.

@@ -18,7 +18,6 @@ from ckpt_formats.containers.safetensors_shards import lost_states
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Origin, Parameter, Role, SourceFile
 from ckpt_formats.core.claims import MAX_TREE_DEPTH
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsafeError, UnsupportedError
-from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.folders import MAX_ENTRIES, entries_of
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
@@ -128,7 +127,7 @@ class Flax(WritableFormat):
     def write(self, folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
         content = part.content
         assert isinstance(content, WeightsTree)
-        seal = write_sealed(folder, part.file, _encoded(_tree(part.parameters, content.separator), transfer))
+        seal = transfer.write_sealed(folder, part.file, _encoded(_tree(part.parameters, content.separator), transfer))
         return Receipt(part.file, seal.nbytes, (seal,), {}, transfer.reader.evidence())
 
     def commit(self, folder: Path, source: Checkpoint, receipts: Sequence[Receipt]) -> None:

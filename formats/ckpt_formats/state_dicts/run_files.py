@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
-from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.folders import is_torch_file_of_run
 from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.tensor import Tensor
@@ -57,7 +56,7 @@ def write_side_file(folder: Path, plan: FilePlan, transfer: Transfer) -> Receipt
     """Write a file that `plan_side_file` planned."""
     assert isinstance(plan.content, SideFile)
     parts = [plan.content.text.encode()] if plan.content.text is not None else transfer.chunks(plan.tensors[0])
-    seal = write_sealed(folder, plan.file, parts)
+    seal = transfer.write_sealed(folder, plan.file, parts)
     return Receipt(plan.file, seal.nbytes, (seal,), {}, transfer.reader.evidence())
 
 

@@ -100,15 +100,13 @@ def write_coded(
     """
     tensor, digests = parameter.states[state], bytearray()
     source, chunks = _ChunkSource.of(parameter, state, choice), ChunkAppender(out)
-    for index in range(source.chunking.count):
-        values, base = source.fetch(index, transfer)
-        if passing is not None:
-            passing(source.box(index), values.reshape(-1))
-        data = choice.coded.pop(index, None) or _encode(choice, values, base, parameter)
-        if check:
-            _check(choice, data, values, base, f"`{printable(parameter.name)}` {state}, chunk {index}")
-        chunks.add(data)
-        digests += xxhash.xxh3_128_digest(as_bytes(values).data)
+    encoded = _encoded_chunks(source, choice, parameter, transfer, passing)
+    with transfer.ahead(encoded, lambda chunk: chunk.index + 1 < source.chunking.count) as computed:
+        for chunk in computed:
+            if check:
+                _check(choice, chunk, f"`{printable(parameter.name)}` {state}, chunk {chunk.index}")
+            chunks.add(chunk.data)
+            digests += xxhash.xxh3_128_digest(as_bytes(chunk.values).data)
     extent, coded = chunks.end()
     codec = choice.codec.config()
     return StateEntry(tensor.dtype.name, tensor.shape, bytes(digests), extent, codec, choice.base, coded)
@@ -158,29 +156,54 @@ class _ChunkSource:
     def box(self, index: int) -> Box:
         return self.chunking.box(index)
 
-    def fetch(self, index: int, transfer: Transfer, counted: bool = True) -> tuple[Array, Array | None]:
-        """The values of a chunk and of its base, each in the shape that the codec expects: (rows, columns) or (n,)."""
+    def fetch(self, index: int, transfer: Transfer, counted: bool = True, turn: int = 0) -> tuple[Array, Array | None]:
+        """The values of a chunk and of its base, each in the shape that the codec expects: (rows, columns) or (n,).
+
+        They are valid until the next ones of the same `turn`.
+        """
         box = self.box(index)
         form = self.chunking.chunk_shape(box.size)
-        values = transfer.fetch(self.values, box, counted=counted).reshape(form)
+        values = transfer.fetch(self.values, box, f"values/{turn}", counted=counted).reshape(form)
         if self.base is None:
             return values, None
-        return values, transfer.fetch(self.base, box, "base", counted=False).reshape(form)
+        return values, transfer.fetch(self.base, box, f"base/{turn}", counted=False).reshape(form)
 
 
-def _encode(choice: CodecChoice, values: Array, base: Array | None, parameter: Parameter) -> Bytes:
+@dataclass(frozen=True, slots=True)
+class _EncodedChunk:
+    index: int
+    values: Array
+    base: Array | None
+    data: Bytes
+
+
+def _encoded_chunks(
+    source: _ChunkSource, choice: CodecChoice, parameter: Parameter, transfer: Transfer, passing: Passing | None
+) -> Iterator[_EncodedChunk]:
+    """The chunks of a state, of which `transfer.turns` are valid at a time."""
+    for index in range(source.chunking.count):
+        turn = index % transfer.turns
+        values, base = source.fetch(index, transfer, turn=turn)
+        if passing is not None:
+            passing(source.box(index), values.reshape(-1))
+        data = choice.coded.pop(index, None) or _encode(choice, values, base, parameter, turn)
+        yield _EncodedChunk(index, values, base, data)
+
+
+def _encode(choice: CodecChoice, values: Array, base: Array | None, parameter: Parameter, turn: int) -> Bytes:
     try:
-        return choice.codec.encode_into(values, base, thread_buffer("coded", encode_bound(values.nbytes)))
+        return choice.codec.encode_into(values, base, thread_buffer(f"coded/{turn}", encode_bound(values.nbytes)))
     except NotApplicable as error:  # although it could encode the chunks by which it was chosen
         raise UnsupportedError(
             f"codec {choice.codec.name}: {error}", where=f"tensor {printable(parameter.name)}"
         ) from None
 
 
-def _check(choice: CodecChoice, data: Bytes, values: Array, base: Array | None, where: str) -> None:
+def _check(choice: CodecChoice, chunk: _EncodedChunk, where: str) -> None:
+    values = chunk.values
     with temporary_buffer(values.nbytes) as raw:
         try:
-            choice.codec.decode_into(data, raw.view(values.dtype).reshape(values.shape), base)
+            choice.codec.decode_into(chunk.data, raw.view(values.dtype).reshape(values.shape), chunk.base)
             equal = _same_bits(raw, as_bytes(values))
         except CodecError:
             equal = False

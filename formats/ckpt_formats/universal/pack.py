@@ -19,7 +19,7 @@ from ckpt_formats.core.encoding import EncodingOptions
 from ckpt_formats.core.errors import UnsupportedError, at_tensor
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.state_names import STORED_MODEL
-from ckpt_formats.core.tensor import Tensor
+from ckpt_formats.core.tensor import Array, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import SLAB, Transfer, as_bytes
 from ckpt_formats.universal.check_index import Pack
@@ -128,7 +128,9 @@ def write_pack(
         if earlier is not None:
             own = list(readable)
             shared, readable = _shared(own, earlier, bases or {}, coding, transfer), iter(own)
-        out = stack.enter_context(PackFile(path, number, header_nbytes(parameters, coding, shared)))
+        out = stack.enter_context(
+            PackFile(path, number, header_nbytes(parameters, coding, shared), transfer.is_flushed)
+        )
         single = None if placed is None else stack.enter_context(PlacedStates(*placed))
         writer = StatesWriter(out, transfer, coding, recognise_masters=earlier is None and not bases)
         for original, parameter in zip(parameters, readable, strict=True):
@@ -313,13 +315,19 @@ def _write_plain(out: PackFile, tensor: Tensor, transfer: Transfer, copy: ModelC
     chunking, digests = Chunking.default(tensor.shape), ChunkDigests(tensor)
     vector, copied = flat(tensor), None if copy is None else flat(copy.tensor)
     step = max(1, SLAB // (chunking.chunk_size * max(tensor.dtype.itemsize, 4))) * chunking.chunk_size
-    for first in range(0, tensor.size, step):
-        box = Box((first,), (min(first + step, tensor.size),))
-        values = transfer.fetch(vector, box)
-        out.write(as_bytes(values).data)
-        digests.add(values)
-        if copy is not None and copied is not None:
-            copy.compare(box, values, transfer, copied)
+
+    def blocks() -> Iterator[Array]:
+        for number, first in enumerate(range(0, tensor.size, step)):
+            box = Box((first,), (min(first + step, tensor.size),))
+            values = transfer.fetch(vector, box, f"values/{number % transfer.turns}")
+            if copy is not None and copied is not None:
+                copy.compare(box, values, transfer, copied)
+            yield values
+
+    with transfer.ahead(blocks(), lambda values: True) as computed:
+        for values in computed:
+            out.write(as_bytes(values).data)
+            digests.add(values)
     return StateEntry(NAMES[tensor.dtype], tensor.shape, digests.digests(), out.since(start))
 
 

@@ -11,6 +11,7 @@ import xxhash
 
 from ckpt_codecs.base import Bytes
 from ckpt_formats.core.files import write_at
+from ckpt_formats.core.publish import EarlyFlush
 from ckpt_formats.universal.entry import ALIGNMENT, CodedChunks, Extent
 
 _BUFFER = 1 << 18
@@ -27,10 +28,12 @@ class Mark:
 class PackFile:
     """A pack that grows. Its bytes are not hashed here: each chunk has its own checksum, in the index."""
 
-    def __init__(self, path: Path, number: int, header_nbytes: int) -> None:
+    def __init__(self, path: Path, number: int, header_nbytes: int, is_flushed: bool = False) -> None:
+        """`is_flushed`: whether the pack is flushed as soon as it is written, so that the disk may begin with it."""
         self.number = number
         self.header_nbytes = header_nbytes
         self._out = self._open(path)
+        self._early = EarlyFlush(self._out.fileno(), header_nbytes) if is_flushed else None
         self._out.seek(header_nbytes)
         self.position = header_nbytes
         """Where the next bytes will be."""
@@ -49,6 +52,8 @@ class PackFile:
         """Write at the end."""
         self._out.write(data)
         self.position += len(data)
+        if self._early is not None:
+            self._early.note(self.position)
 
     def since(self, start: int) -> Extent:
         """The range from byte `start` to the end."""

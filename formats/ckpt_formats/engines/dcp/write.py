@@ -11,7 +11,6 @@ from uuid import UUID
 
 from ckpt_formats.containers.torchfile import Template, emit
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.gc_pause import gc_paused
 from ckpt_formats.core.geometry import Box, Shape
@@ -42,7 +41,7 @@ def write_items(folder: Path, file: str, entries: Sequence[Entry], transfer: Tra
         items.append(_item_json(entry, at, nbytes))
         at += nbytes
     stream = (data for entry in entries for data in layouts.stream(entry, transfer))
-    seal = write_sealed(folder, file, _join_small(stream))
+    seal = transfer.write_sealed(folder, file, _join_small(stream))
     return Receipt(file, seal.nbytes, (seal,), {"items": items}, transfer.reader.evidence())
 
 

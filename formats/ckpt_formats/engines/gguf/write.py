@@ -22,7 +22,6 @@ from ckpt_formats.containers.safetensors_shards import lost_states
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter
 from ckpt_formats.core.dtypes import DTYPES, is_float
 from ckpt_formats.core.errors import UnsupportedError
-from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.format import FilePlan, Plan, Receipt
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.notices import Notice
@@ -87,7 +86,7 @@ def _rows(source: Checkpoint) -> int:
 
 def write_model(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
     """Write the file. No tensor is in memory as a whole."""
-    seal = write_sealed(folder, part.file, _content(part, transfer))
+    seal = transfer.write_sealed(folder, part.file, _content(part, transfer))
     return Receipt(part.file, seal.nbytes, (seal,), {}, transfer.reader.evidence())
 
 

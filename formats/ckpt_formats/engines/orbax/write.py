@@ -12,7 +12,6 @@ from ckpt_formats.containers.ocdbt import MANIFEST, ValueRange
 from ckpt_formats.containers.ocdbt_write import database
 from ckpt_formats.containers.zarr_write import ChunkGrid
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.files import write_sealed
 from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.engines.orbax.metadata import (
@@ -52,7 +51,7 @@ def write_part(folder: Path, part: FilePlan, transfer: Transfer) -> Receipt:
             for at in range(0, entry.padding, 1 << 20):
                 yield bytes(min(1 << 20, entry.padding - at))
 
-    seal = write_sealed(folder, part.file, stream())
+    seal = transfer.write_sealed(folder, part.file, stream())
     chunks, at = [], 0
     for tensor, entry in zip(part.tensors, content.entries, strict=True):
         nbytes = tensor.nbytes + entry.padding

@@ -1,0 +1,109 @@
+"""Blocks of one file that two workers compute: the same bytes, and nobody works without a place."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt.job import save
+from ckpt.pipeline import Execution
+from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.format import WritableFormat
+from ckpt_formats.core.spare_workers import SpareWorkers
+from ckpt_formats.engines.safetensors import Safetensors
+from ckpt_formats.engines.torch_save import Torch
+from ckpt_formats.registry.opening import open_checkpoint
+from ckpt_formats.universal import Universal
+from held import checkpoint, contents, parameter
+
+FORMATS: dict[str, WritableFormat] = {
+    "torch.pt": Torch(),
+    "safetensors": Safetensors(),
+    "plain": Universal(),
+    "coded": Universal(codec="auto"),
+    "coded.ucp": Universal(codec="auto", single_file=True),
+}
+
+
+def one_large() -> Checkpoint:
+    """A parameter of five chunks and blocks, none of which equals another, and small ones around it."""
+    random = np.random.default_rng(0)
+    large = random.standard_normal((1100, 1000)).astype(np.float32)
+    small = [parameter(f"small{i}", {"model": np.arange(i, 90, dtype=np.int64)}) for i in range(3)]
+    return checkpoint([*small[:2], parameter("large", {"model": large, "exp_avg": large[::-1] / 7}), small[2]])
+
+
+def numbers(seen: list[str], count: int = 6, bad: int | None = None) -> Iterator[int]:
+    for number in range(count):
+        seen.append(threading.current_thread().name)
+        if number == bad:
+            raise ValueError("bad")
+        yield number
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_spare_workers_leave_the_bytes_of_one_file_as_they_are(name: str, tmp_path: Path) -> None:
+    source, written = one_large(), []
+    for workers in (1, 2):
+        target, threads = tmp_path / f"{workers}" / name, set[str]()
+        target.parent.mkdir()
+        save(
+            source,
+            target,
+            FORMATS[name],
+            resources=Execution(workers),
+            progress=lambda done, total: threads.add(threading.current_thread().name),  # noqa: B023
+        )
+        assert any(one.startswith("ckpt-spare") for one in threads) == (workers == 2)
+        files = [target] if target.is_file() else [path for path in target.rglob("*") if path.is_file()]
+        written.append({path.relative_to(target.parent).as_posix(): path.read_bytes() for path in files})
+    assert written[0] == written[1]
+    values, expected = contents(open_checkpoint(tmp_path / "2" / name)), contents(source)
+    assert values == {key: expected[key] for key in values}
+    assert ("large", "model") in values
+
+
+def test_next_item_is_computed_at_a_free_place_and_in_place_where_there_is_none() -> None:
+    own = threading.current_thread().name
+    with ThreadPoolExecutor(1, "other") as pool:
+        working, seen = threading.Semaphore(1), list[str]()
+        with SpareWorkers(working, pool).ahead(numbers(seen), lambda number: number != 3) as items:
+            assert list(items) == list(range(6))
+        assert seen == [own, "other_0", "other_0", "other_0", own, "other_0"]
+        assert working.acquire(blocking=False), "the place is free again"
+        seen.clear()
+        with SpareWorkers(working, pool).ahead(numbers(seen), lambda number: True) as items:
+            assert list(items) == list(range(6))
+        assert seen == [own] * 6
+
+
+def test_error_of_an_item_comes_in_its_turn_and_leaves_the_place_free() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        working, taken = threading.Semaphore(1), list[int]()
+        with (
+            pytest.raises(ValueError, match="bad"),
+            SpareWorkers(working, pool).ahead(numbers([], bad=3), lambda number: True) as items,
+        ):
+            taken.extend(items)
+        assert working.acquire(blocking=False)
+    assert taken == [0, 1, 2]
+
+
+def test_block_waits_for_the_item_that_is_being_computed() -> None:
+    started, ended, finished = threading.Event(), threading.Event(), list[bool]()
+
+    def slow() -> Iterator[int]:
+        yield 0
+        started.set()
+        ended.wait(0.1)
+        finished.append(True)
+        yield 1
+
+    with ThreadPoolExecutor(1) as pool:
+        with SpareWorkers(threading.Semaphore(1), pool).ahead(slow(), lambda number: True) as items:
+            next(items)
+            assert started.wait(10)
+        assert finished == [True], "the block waits for the item that is being computed: it may use a reader"
