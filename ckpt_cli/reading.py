@@ -23,7 +23,7 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry.location import checkpoints_in
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.stores.location import source_path
+from ckpt_formats.stores.location import refuse_url, source_path
 
 if TYPE_CHECKING:
     from ckpt.chains.restore import ChainState
@@ -264,7 +264,10 @@ def _rules(file: str) -> "tuple[Rule, ...]":
 def _place_and_file(text: str) -> tuple[str | None, Path]:
     """The place and the file in `PLACE=FILE`; the place is None if the text is the name of an existing file."""
     place, mark, file = text.partition("=")
-    return (place, Path(file)) if mark and place and not Path(text).exists() else (None, Path(text))
+    if not mark or not place or Path(text).exists():
+        place, file = "", text
+    refuse_url(file, "--param-order reads a file of this machine", "Copy it here, and name the copy.")
+    return place or None, Path(file)
 
 
 def names_in(path: Path) -> tuple[str, ...]:

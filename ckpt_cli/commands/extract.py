@@ -6,6 +6,7 @@ import click
 
 from ckpt_cli.options.command import command, resources
 from ckpt_cli.options.source import source
+from ckpt_cli.options.types import LocalTarget
 
 if TYPE_CHECKING:
     from ckpt.pipeline import Execution
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 @command("extract")
 @source("checkpoint")
 @click.argument("tensor")
-@click.argument("target", type=click.Path(dir_okay=False), required=False)
+@click.argument("target", type=LocalTarget(dir_okay=False), required=False)
 @resources(locks=False)
 def extract(checkpoint: "Checkpoint", tensor: str, target: str | None, resources: "Execution", as_json: bool) -> None:
     from ckpt_cli.views import extract

@@ -7,7 +7,7 @@ import click
 
 from ckpt_cli.options.command import command, resources
 from ckpt_cli.options.follow import follow_options
-from ckpt_cli.options.types import CheckpointPath
+from ckpt_cli.options.types import CheckpointPath, LocalTarget
 
 if TYPE_CHECKING:
     from ckpt.pipeline import Execution
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @command("follow")
 @click.argument("chain", type=CheckpointPath())
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target", type=LocalTarget(path_type=Path))
 @follow_options
 @resources(locks=False)
 def follow(chain: str, target: Path, options: "FollowOptions", resources: "Execution", as_json: bool) -> None:

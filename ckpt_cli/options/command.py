@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import GroupedCommand, with_options
-from ckpt_cli.options.types import ShardType, SizeType, numbers
+from ckpt_cli.options.types import LocalTarget, ShardType, SizeType, numbers
 from ckpt_formats.core.arguments import Workers
 from ckpt_formats.core.text import list_names, printable
 
@@ -91,7 +91,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 dry_run = click.option("--dry-run", is_flag=True, help="Check everything and print the plan, write nothing.")
 
 
-html = click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page for a browser.")
+html = click.option("--html", type=LocalTarget(dir_okay=False), metavar="FILE", help="Write a page for a browser.")
 
 _MEMORY = click.option(
     "--memory",
@@ -102,7 +102,7 @@ _MEMORY = click.option(
 )
 _SCRATCH = click.option(
     "--scratch",
-    type=click.Path(file_okay=False),
+    type=LocalTarget(file_okay=False),
     help="For a TARGET in a store: folder for files until they are uploaded.  [default: $TMPDIR]",
 )
 _WORKERS = click.option(

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import with_options
-from ckpt_cli.options.types import numbers
+from ckpt_cli.options.types import FileToRead, numbers
 from ckpt_formats.core.arguments import Count, Positive
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,7 +50,7 @@ def follow_options(function: F) -> F:
         click.option("--rank", type=numbers(Count), default=0, metavar="R", help="Which rank: 0 to N - 1."),
         click.option(
             "--rules",
-            type=click.Path(dir_okay=False, readable=False, path_type=Path),
+            type=FileToRead(Path),
             metavar="FILE",
             help="TOML file with the rules by which tensors are sharded; the names of Hugging Face's Llama family "
             "need none.",
@@ -93,7 +93,7 @@ def follow_options(function: F) -> F:
             ),
             click.option(
                 "--key",
-                type=click.Path(dir_okay=False, readable=False, path_type=Path),
+                type=FileToRead(Path),
                 metavar="FILE",
                 help="Refuse what is not signed with the key in this file.",
             ),

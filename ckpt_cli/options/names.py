@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
@@ -24,7 +23,7 @@ _OPTIONS = (
     ),
     click.option(
         "--config",
-        type=click.Path(readable=False, path_type=Path),
+        type=click.Path(readable=False),
         help="With --names: config.json, or the folder with it.  [default: that of each checkpoint, else of another]",
     ),
     allow_rounding,
@@ -39,7 +38,7 @@ def named_alike(command: F) -> F:
         *args: Any,
         checkpoints: "tuple[Checkpoint, ...]",
         names: "Naming | None",
-        config: Path | None,
+        config: str | None,
         allow_rounding: bool,
         **arguments: Any,
     ) -> Any:
@@ -56,7 +55,7 @@ def named_alike(command: F) -> F:
 
 
 def _translated(
-    checkpoints: "Sequence[Checkpoint]", naming: "Naming", config: Path | None, allow_rounding: bool
+    checkpoints: "Sequence[Checkpoint]", naming: "Naming", config: str | None, allow_rounding: bool
 ) -> "Iterator[Checkpoint]":
     """The checkpoints under the names of one library. The model's configuration comes with one of them, or from the
     user; only those that it came with have it among their extras."""
@@ -68,13 +67,14 @@ def _translated(
     from ckpt_formats.names.config import CONFIG
     from ckpt_formats.names.describe import config_of
 
-    known = None if config else next((one for one in checkpoints if config_of(one)), None)
+    place = None if config is None else reading.source_place(config)
+    known = None if place else next((one for one in checkpoints if config_of(one)), None)
     for checkpoint in checkpoints:
         source, has_own = checkpoint, config_of(checkpoint) is not None
         if not has_own and known is not None:
             source = replace(checkpoint, extras={**checkpoint.extras, CONFIG: known.extras[CONFIG]})
         try:
-            renamed = reading.noted(use_names(source, naming, config, allow_rounding=allow_rounding))
+            renamed = reading.noted(use_names(source, naming, place, allow_rounding=allow_rounding))
         except CkptError as error:
             error.where = error.where or str(checkpoint.path)  # of several, which one
             raise

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import take_options, with_options
-from ckpt_cli.options.types import CountType, DurationType, RateType, ShareType, SizeType, numbers
+from ckpt_cli.options.types import CountType, DurationType, FileToRead, RateType, ShareType, SizeType, numbers
 from ckpt_formats.core.arguments import Ranks
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -80,7 +80,7 @@ def plan_options(command: F) -> F:
         peers,
         click.option(
             "--trace",
-            type=click.Path(dir_okay=False, readable=False),
+            type=FileToRead(),
             metavar="FILE",
             help="Times of failures, one a line: seconds or ISO times. Replaces --mtbf.",
         ),

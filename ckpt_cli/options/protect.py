@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import take_options, with_options
-from ckpt_cli.options.types import CheckpointPath
+from ckpt_cli.options.types import CheckpointPath, FileToRead
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,7 +52,7 @@ _BY = click.option(
 )
 _DOMAINS = click.option(
     "--domains",
-    type=click.Path(dir_okay=False, readable=False, path_type=Path),
+    type=FileToRead(Path),
     metavar="FILE",
     help="Table of what is lost together: lines DOMAIN PATTERN, of which the first that matches a file counts.",
 )

@@ -10,7 +10,7 @@ import click
 
 from ckpt_cli.options.command import dry_run
 from ckpt_cli.options.groups import with_options
-from ckpt_cli.options.types import FloatType, numbers
+from ckpt_cli.options.types import FileToRead, FloatType, numbers
 from ckpt_formats.core.arguments import Count
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,7 +32,6 @@ class PublishOptions:
     dry_run: bool
 
 
-_FILE = click.Path(dir_okay=False, readable=False, path_type=Path)
 _OPTIONS = (
     click.option("--step", type=numbers(Count), help="The step, if the checkpoint states none or another one."),
     click.option(
@@ -46,7 +45,9 @@ _OPTIONS = (
         help="Read the values of the last step from here, such as from the checkpoint that was published last. ckpt "
         "compares them with the chain.  [default: the chain]",
     ),
-    click.option("--key", type=_FILE, metavar="FILE", help="Sign what is published with the key in this file."),
+    click.option(
+        "--key", type=FileToRead(Path), metavar="FILE", help="Sign what is published with the key in this file."
+    ),
     dry_run,
 )
 _TENSORS = (
@@ -60,7 +61,7 @@ _TENSORS = (
     click.option("--dtype", type=FloatType(), metavar="TYPE", help="Round weights to bf16, fp16, fp32, ..."),
     click.option(
         "--config",
-        type=click.Path(readable=False, path_type=Path),
+        type=click.Path(readable=False),
         help="config.json, or the folder with it and the tokenizer.  [default: that of the checkpoint]",
     ),
 )
@@ -85,9 +86,13 @@ def publish_options(function: F) -> F:
 
     @wraps(function)
     def wrapper(*args: Any, watch: bool, every: float, **arguments: Any) -> Any:
+        from ckpt_cli.reading import source_place
+
         own = {name: arguments.pop(name) for name in PublishOptions.__dataclass_fields__ if name != "every"}
         if watch and (own["step"] is not None or own["before"] is not None or own["dry_run"]):
             raise click.UsageError("--watch takes none of --step, --before and --dry-run")
+        if own["config"] is not None:
+            own["config"] = source_place(own["config"])
         return function(*args, given=PublishOptions(**own, every=every if watch else None), **arguments)
 
     decorated = with_options(wrapper, *_OPTIONS)

@@ -10,6 +10,7 @@ import click
 from ckpt_cli.options.command import html
 from ckpt_cli.options.groups import take_options, with_options
 from ckpt_cli.options.source import only, skip
+from ckpt_cli.options.types import LocalTarget
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -91,7 +92,7 @@ def report_options(command: F) -> F:
             ),
             click.option(
                 "--csv",
-                type=click.Path(dir_okay=False, allow_dash=True),
+                type=LocalTarget(dir_okay=False, allow_dash=True),
                 metavar="FILE",
                 help="Write all figures of the table as CSV; - is standard output.",
             ),

@@ -9,7 +9,7 @@ import click
 
 from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.param_type import ParamType
-from ckpt_cli.options.types import CheckpointPath, SizeType, numbers
+from ckpt_cli.options.types import CheckpointPath, FileToRead, SizeType, numbers
 from ckpt_formats.core.arguments import Positive
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _URLS = ("http://", "https://")
 """How the URL of a chain that is served begins."""
-_FILE = click.Path(dir_okay=False, readable=False)
+_FILE = FileToRead()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import take_options, with_options
-from ckpt_cli.options.types import CheckpointPath, FloatType, PatternType, RenameType
+from ckpt_cli.options.types import CheckpointPath, FileToRead, FloatType, PatternType, RenameType
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +44,7 @@ anonymous = click.option(
 
 _RULES = click.option(
     "--rules",
-    type=click.Path(dir_okay=False, readable=False),
+    type=FileToRead(),
     help="TOML file with the rules by which tensor-parallel tensors are sharded.",
 )
 _READER = (
@@ -441,10 +441,8 @@ def edits(command: F) -> F:
         allow_rounding: bool,
         **arguments: Any,
     ) -> Any:
-        from pathlib import Path
-
         from ckpt.rename import rename_by, use_names
-        from ckpt_cli.reading import noted
+        from ckpt_cli.reading import noted, source_place
 
         if only or skip:
             source = source.select(only, skip)
@@ -454,7 +452,7 @@ def edits(command: F) -> F:
             config = click.get_current_context().params.get("config")
             if prefix := arguments.get("strip_prefix"):  # of one of several models: its own names are behind it
                 source, arguments["strip_prefix"] = rename_by(source, strip_prefix=prefix), ""
-            source = use_names(source, names, Path(config) if config else None, allow_rounding=allow_rounding)
+            source = use_names(source, names, source_place(config) if config else None, allow_rounding=allow_rounding)
         elif allow_rounding:
             raise click.UsageError("--allow-rounding is about the weights that --names scales: give --names, too.")
         if allow_overflow and not dtype:

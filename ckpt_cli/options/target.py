@@ -124,7 +124,7 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
     "zarr3": FormatOption("--zarr3", bool, "Write arrays of zarr 3 instead of 2.", ("orbax",)),
     "config": FormatOption(
         "--config",
-        click.Path(readable=False, path_type=Path),
+        click.Path(readable=False),
         "config.json, or the folder with it and the tokenizer.  [default: that of the source]",
         ("hf", "gguf", *_MEGATRON),
     ),
@@ -204,6 +204,7 @@ class Target:
         """
         from dataclasses import fields, replace
 
+        from ckpt_cli.reading import source_place
         from ckpt_formats.core.errors import InvalidArgumentError
 
         self._check_seal(format.name)
@@ -217,8 +218,10 @@ class Target:
                 hint=f"Its options: {', '.join(flags) or 'none'}. {option.flag} is one of {', '.join(option.formats)}.",
             )
         rules = click.get_current_context().meta.get("ckpt.rules", ())
-        own = {"rules": rules} if rules and "rules" in known else {}
-        return replace(format, **own, **self.options)
+        own: dict[str, Any] = {"rules": rules} if rules and "rules" in known else {}
+        if config := self.options.get("config"):
+            own["config"] = source_place(config)
+        return replace(format, **{**self.options, **own})
 
 
 def _kind(option: FormatOption) -> dict[str, Any]:

@@ -96,6 +96,39 @@ class CheckpointPath(click.Path):
         return super().convert(value, param, ctx)
 
 
+class FileToRead(click.Path):
+    """A file of this machine that a command reads; never one in a store."""
+
+    def __init__(self, path_type: type | None = None) -> None:
+        super().__init__(dir_okay=False, readable=False, path_type=path_type)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if "://" in str(value):
+            from ckpt_formats.stores.location import refuse_url
+
+            refuse_url(str(value), f"{_shown(param)} reads a file of this machine", "Copy it here, and name the copy.")
+        return super().convert(value, param, ctx)
+
+
+class LocalTarget(click.Path):
+    """A file or a folder of this machine into which a command writes; never one in a store."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if "://" in str(value):
+            from ckpt_formats.stores.location import refuse_url
+
+            hint = "Name a local path. What is written there can be uploaded afterwards."
+            refuse_url(str(value), f"{_shown(param)} is a path of this machine", hint)
+        return super().convert(value, param, ctx)
+
+
+def _shown(param: click.Parameter | None) -> str:
+    """The name of an option or of an argument, as the user knows it."""
+    if param is None:
+        return "the command"
+    return param.opts[0] if isinstance(param, click.Option) else str(param.name).upper()
+
+
 class FloatType(ParamType[str]):
     """A floating-point type by one of its names."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_formats.core.arguments import LocalPath, checked
+from ckpt_formats.core.arguments import StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint, Edit
 from ckpt_formats.core.claims import MAX_NEW_NAME
 from ckpt_formats.core.edits import edited
@@ -17,6 +17,7 @@ from ckpt_formats.core.quantised.weights import may_have_quantised_states
 from ckpt_formats.core.rules import safe_pattern
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Record
+from ckpt_formats.stores.location import source_path
 
 _MEGATRON = ("megatron", "megatron-legacy")
 _CUTS_STATES = (*_MEGATRON, "deepspeed", "deepspeed-universal")
@@ -94,7 +95,7 @@ def _no_name(what: str, option: str) -> NoMatchError:
 
 @checked
 def use_names(
-    source: Checkpoint, naming: Naming, config: LocalPath | None = None, *, allow_rounding: bool = False
+    source: Checkpoint, naming: Naming, config: StrPath | None = None, *, allow_rounding: bool = False
 ) -> Checkpoint:
     """The checkpoint under other names, its tensors split and joined as those names need it. Lazy.
 
@@ -105,7 +106,7 @@ def use_names(
     from ckpt_formats.names.nemo import from_nemo
     from ckpt_formats.names.translate import naming_of
 
-    known_config = _configuration(source, None if config is None else Path(config))
+    known_config = _configuration(source, None if config is None else source_path(config))
     named = from_nemo(source, with_arguments=known_config is None)
     renamed = _renamed(named, naming_of(named), naming, known_config, allow_rounding=allow_rounding)
     return edited(renamed, UseNames(naming, None if config is None else known_config, allow_rounding))

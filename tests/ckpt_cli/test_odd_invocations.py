@@ -3,11 +3,15 @@
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
+import click
 import pytest
 
-from ckpt_cli.main import COMMANDS
+from ckpt_cli.main import COMMANDS, cli
+from ckpt_cli.options.types import CheckpointPath
+from ckpt_formats.core.errors import UnsupportedError
 from damage import Ran, ckpt
 from odd_invocations import ODD, make_places
 
@@ -50,6 +54,29 @@ def test_odd_invocations_are_sixty_and_of_all_commands_that_read_or_write() -> N
         "doctor",
         "seal",
     }
+
+
+_MAY_BE_URLS = {"config", "output"}
+"""Options of paths that are no checkpoints, and may be in a store."""
+
+
+def test_each_option_of_a_file_is_known_to_take_a_url_or_refuses_it() -> None:
+    context = click.Context(cli)
+    files = 0
+    for command in map(partial(cli.get_command, context), COMMANDS):
+        assert command is not None
+        for one in command.params:
+            if not isinstance(one.type, click.Path) or isinstance(one.type, CheckpointPath):
+                continue
+            if one.name in _MAY_BE_URLS:
+                continue
+            files += 1
+            with pytest.raises(UnsupportedError) as refused:
+                one.type.convert("s3://bucket/file", one, context)
+            shown = one.opts[0] if isinstance(one, click.Option) else "TARGET"
+            assert refused.value.what.startswith(f"{shown} ")
+            assert (refused.value.where, bool(refused.value.hint)) == ("s3://bucket/file", True)
+    assert files > 40
 
 
 @pytest.mark.parametrize("name", ODD)

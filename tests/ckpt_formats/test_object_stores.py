@@ -158,6 +158,19 @@ def test_a_chain_in_a_bucket_is_listed_and_restored(user: StoreServer, tmp_path:
     assert ckpt("diff", f"{url}@5", tmp_path / "local").code == 0
 
 
+def test_config_in_a_store_is_read_as_one_on_the_disk(user: StoreServer, tmp_path: Path) -> None:
+    folder, url = SAMPLES / "transformers-5.23-trainer", f"s3://{BUCKET}/samples/transformers-5.23-trainer"
+    model = folder / "model.safetensors"
+    for name, config in (("disk", folder), ("store", url)):
+        assert ckpt("convert", model, tmp_path / name, "--to", "hf", "--config", config).code == 0
+    assert contents(tmp_path / "store") == contents(tmp_path / "disk")
+    library.save(library.open(model), tmp_path / "library", library.HuggingFace(config=f"{url}/config.json"))
+    written = (tmp_path / "library" / "config.json").read_bytes()
+    assert json.loads(written) == json.loads((tmp_path / "disk" / "config.json").read_bytes())
+    missing = ckpt("convert", model, tmp_path / "none", "--to", "hf", "--config", f"{url}/none.json")
+    assert (missing.code, f"{url}/none.json" in missing.err) == (10, True)
+
+
 def test_a_dry_run_reads_no_tensors(server: StoreServer, tmp_path: Path, requests: list[str]) -> None:
     """Nor does it take requests for each tensor: what it says is computed from the headers."""
     weights = {f"layer.{number}": np.full((1 << 19,), number, np.float32) for number in range(8)}

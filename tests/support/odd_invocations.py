@@ -124,6 +124,14 @@ ODD: dict[str, Odd] = {
     "a tensor with another name": Odd("extract a.pt v", 10, ("no tensor is called `v`", "ckpt inspect")),
     "figures in two forms": Odd("stats a.pt --csv --json", 2, ("--csv", "--json")),
     "options that contradict": Odd("verify run.chain --quick --replay", 2, ("--quick", "--replay")),
+    "a page in a store": Odd("inspect a.pt --html s3://bucket/a.html", 22, ("--html", "s3://bucket/a.html", "upload")),
+    "figures in a store": Odd("diff a.pt a.pt --csv s3://bucket/a.csv", 22, ("--csv", "s3://bucket/a.csv", "upload")),
+    "a tensor in a store": Odd("extract a.pt w s3://bucket/w.npy", 22, ("TARGET", "s3://bucket/w.npy", "upload")),
+    "rules in a store": Odd(
+        "inspect a.pt --rules s3://bucket/r.toml", 22, ("--rules", "s3://bucket/r.toml", "Copy it")
+    ),
+    "an order in a store": Odd("inspect a.pt --param-order x=s3://b/o.txt", 22, ("--param-order", "s3://b/o.txt")),
+    "a followed chain in a store": Odd("follow run.chain s3://bucket/x", 22, ("TARGET", "s3://bucket/x", "local path")),
     # what is not there, or is no checkpoint
     "nothing there": Odd("inspect gone", 10, ("gone", "nothing at this path")),
     "a mistyped name": Odd("inspect fsdpp", 10, ("fsdpp", "fsdp")),

@@ -22,7 +22,7 @@ from ckpt.publishing.rank_buffers import EncodedShare, RankBuffers
 from ckpt.publishing.retention import KeepSteps, remove_unneeded
 from ckpt.publishing.source import ExportedModel, Names, exported_model
 from ckpt.reading import Reading
-from ckpt_formats.core.arguments import Count, LocalPath, StrPath, checked
+from ckpt_formats.core.arguments import Count, StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, CorruptError, LockedError, UnsafeError, UnsupportedError
 from ckpt_formats.core.notices import Notice, Weight
@@ -88,7 +88,7 @@ def publish(
     step: Count | None = None,
     names: Names = "hf",
     dtype: str | None = None,
-    config: LocalPath | None = None,
+    config: StrPath | None = None,
     before: Checkpoint | None = None,
     keep: KeepSteps | None = None,
     folds: bool = True,
@@ -184,7 +184,7 @@ def plan_publish(
     step: Count | None = None,
     names: Names = "hf",
     dtype: str | None = None,
-    config: LocalPath | None = None,
+    config: StrPath | None = None,
     signing_key: bytes | None = None,
 ) -> PublishPlan:
     """What `publish` would do, without reading any tensor. Raises the errors that it raises before it writes."""
@@ -338,7 +338,7 @@ def _source(
     run: Path,
     names: Names,
     dtype: str | None,
-    config: LocalPath | None,
+    config: StrPath | None,
     signing_key: bytes | None,
 ) -> tuple[ExportedModel, LastStep | None]:
     """What is published, divided among ranks as the last step is, and that step."""

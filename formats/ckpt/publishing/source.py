@@ -8,7 +8,7 @@ from typing import Literal
 from ckpt.pipeline import check_complete, check_not_suspicious
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt.rename import prepare
-from ckpt_formats.core.arguments import LocalPath
+from ckpt_formats.core.arguments import StrPath
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.chunking import DEFAULT_ELEMENTS
 from ckpt_formats.core.errors import UnsupportedError
@@ -86,7 +86,7 @@ def exported_model(
     checkpoint: Checkpoint,
     names: Names = "hf",
     dtype: str | None = None,
-    config: LocalPath | None = None,
+    config: StrPath | None = None,
     is_signed: bool = False,
 ) -> ExportedModel:
     """What is published of a checkpoint.

@@ -11,7 +11,7 @@ from ckpt.publishing.publish import PublishedCheckpoint, publish
 from ckpt.publishing.retention import KeepSteps
 from ckpt.publishing.source import Names
 from ckpt.runs.new import NewCheckpoints, SkippedCheckpoint
-from ckpt_formats.core.arguments import LocalPath, Range, StrPath, checked
+from ckpt_formats.core.arguments import Range, StrPath, checked
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.registry.newest import step_of
@@ -27,7 +27,7 @@ def publish_each(
     *,
     names: Names = "hf",
     dtype: str | None = None,
-    config: LocalPath | None = None,
+    config: StrPath | None = None,
     keep: KeepSteps | None = None,
     signing_key: bytes | None = None,
     every: Seconds = 5.0,

@@ -261,6 +261,12 @@ def _named(path: Path) -> Path:
     return named
 
 
+def refuse_url(place: str, instead: str, hint: str) -> None:
+    """Raise `UnsupportedError` if a text is a URL. `instead`: what an argument is, such as `--key reads a file`."""
+    if is_url(place):
+        raise UnsupportedError(f"{instead}, and this is a URL", where=printable(place), hint=hint)
+
+
 def local_path(place: StrPath) -> Path:
     """The path of a chain whose log is followed. Raises `UnsupportedError` for a URL: it must be in the file system."""
     text = str(place) if isinstance(place, Path) else os.fspath(place)

@@ -52,6 +52,7 @@ _HINTS = {
 }
 """By the code of the store: what its user can do."""
 _HINTS_BY_STATUS = {401: _RIGHTS, 403: _RIGHTS, 301: _REGION_HINT}
+_UNREACHED = "Check the network, the name of the store, and the endpoint that the environment names, if it does."
 _NO_CREDENTIALS = (
     "Set the credentials of the store in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; "
     "GOOGLE_APPLICATION_CREDENTIALS; AZURE_STORAGE_ACCOUNT_KEY), or read a public bucket with --anonymous."
@@ -98,7 +99,8 @@ class Refusal:
         if status is None:
             wrong = next((words for mark, words in _WRONG.items() if mark in text), None)
             is_unreached = _first(_NO_ANSWER, str(error)) in ("Connect", "Dns")
-            return cls(wrong or _unanswered(error), is_wrong=wrong is not None, is_unreached=is_unreached)
+            hint = _UNREACHED if is_unreached else None
+            return cls(wrong or _unanswered(error), hint=hint, is_wrong=wrong is not None, is_unreached=is_unreached)
         number = int(status[1])
         hint = _HINTS.get(code) or _HINTS_BY_STATUS.get(number)
         return cls(_line(text, status, code), number, code, hint)

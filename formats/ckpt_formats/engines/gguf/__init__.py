@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt_formats.containers.gguf import MAGIC
-from ckpt_formats.core.arguments import LocalPath
+from ckpt_formats.core.arguments import StrPath
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.transfer import Transfer
+from ckpt_formats.stores.location import source_path
 
 SUFFIX = ".gguf"
 
@@ -30,7 +31,7 @@ class Gguf(WritableFormat):
     outtype: Literal["f32", "f16", "bf16", "q8_0"] | None = None
     """The type of matrices; None: that of the source. Vectors, norms and routers are float32 if the source is no GGUF
     file, or if a type is stated."""
-    config: LocalPath | None = None
+    config: StrPath | None = None
     """The model's configuration, or its folder with the tokenizer; None: the configuration of the source."""
     without_tokenizer: bool | None = None
     """Leave out the tokenizer. llama.cpp then takes only numbers of tokens."""
@@ -44,7 +45,7 @@ class Gguf(WritableFormat):
         return read_model(path)
 
     def input_files(self) -> tuple[Path, ...]:
-        return () if self.config is None else (Path(self.config),)
+        return () if self.config is None else (source_path(self.config),)
 
     def plan(self, source: Checkpoint) -> Plan:
         from ckpt_formats.engines.gguf.write import plan_model
