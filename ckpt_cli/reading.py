@@ -16,7 +16,7 @@ import click
 from ckpt_cli import notes
 from ckpt_cli.progress import doing
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import NotFoundError, RulesError
+from ckpt_formats.core.errors import CkptError, NotFoundError, RulesError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.notices import Notice, Weight
@@ -48,6 +48,33 @@ def open_source(path: str | Path, options: ReadOptions, accept_suspicious: bool 
         accepted = (Notice(suspicion, weight=Weight.UNSURE) for suspicion in checkpoint.suspicions)
         checkpoint = replace(checkpoint, suspicions=(), notices=(*checkpoint.notices, *accepted))
     return noted(checkpoint)
+
+
+def open_readable(paths: Sequence[str], options: ReadOptions) -> tuple[tuple[Checkpoint, ...], dict[str, CkptError]]:
+    """The checkpoints at some paths, and by path the errors of those that cannot be read, or are not complete.
+
+    Raises the error of the first, that of any of two, and that of another if no other can be read.
+    """
+    first = open_source(paths[0], options)
+    others = {
+        path: _open_complete(path, options) if len(paths) > 2 else open_source(path, options) for path in paths[1:]
+    }
+    errors = {path: one for path, one in others.items() if isinstance(one, CkptError)}
+    if errors and len(errors) == len(others):
+        raise next(iter(errors.values()))
+    return (first, *(one for one in map(others.__getitem__, paths[1:]) if isinstance(one, Checkpoint))), errors
+
+
+def _open_complete(path: str, options: ReadOptions) -> Checkpoint | CkptError:
+    """The checkpoint at a path, or why it cannot be read as a whole."""
+    from ckpt.pipeline.checks import check_complete  # only a comparison of several needs it
+
+    try:
+        checkpoint = open_source(path, options)
+        check_complete(checkpoint)
+    except CkptError as error:
+        return error
+    return checkpoint
 
 
 def with_checkpoints_inside(path: str) -> tuple[str | Path, list[Path]]:

@@ -50,6 +50,8 @@ class PathsCommand(GroupedCommand):
             given = [str(ctx.params.get(param.name or "")) for param in own] + list(map(str, ctx.args))
             shown = list_names(given, printable, _MAX_SHOWN)
             hint = _SEVERAL.get(self.name or "", "")
+            if not own:
+                ctx.fail(f"{self.name} takes options only, but is given {shown}.")
             ctx.fail(f"one {places} at a time, but {len(given)} paths are given: {shown}.{hint}")
         if self.name in ORDERED and not ctx.resilient_parsing:
             from ckpt_cli.options.argument_order import check_order

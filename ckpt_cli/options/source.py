@@ -249,25 +249,31 @@ def source(
     states: bool = True,
     option: str | None = None,
     runs: bool = False,
+    goes_on: bool = False,
 ) -> Callable[[F], F]:
     """Arguments that are checkpoints; the command gets them opened, and their notices become notes.
 
     With `accept_suspicious`, suspicions can be accepted. `several` is the metavar of an argument that may be given
     again: the command gets a tuple, and with `states`, a chain alone stands for all its stored states, with `runs` the
     folder of a run for its checkpoints. `option`: an option of the command whose path, if given, is opened likewise.
+    `goes_on`: of more than two checkpoints, those after the first that cannot be opened, or are not complete, are left
+    out; the command gets their errors by path as `unread`.
     """
 
     def decorate(command: F) -> F:
         @wraps(command)
         def opened(*args: Any, options: "ReadOptions", accept_suspicious: bool = False, **arguments: Any) -> Any:
-            from ckpt_cli.reading import expand_chain, open_quietly, open_source
+            from ckpt_cli.reading import expand_chain, open_quietly, open_readable, open_source
 
             for name in names:
                 paths = arguments[name]
                 if isinstance(paths, tuple):
                     if states and len(paths) == 1:
                         paths = expand_chain(paths[0], arguments.get("last"), runs)
-                    arguments[name] = tuple(open_source(path, options, accept_suspicious) for path in paths)
+                    if goes_on:
+                        arguments[name], arguments["unread"] = open_readable(paths, options)
+                    else:
+                        arguments[name] = tuple(open_source(path, options, accept_suspicious) for path in paths)
                 else:
                     arguments[name] = open_source(paths, options, accept_suspicious)
             if option is not None and arguments[option] is not None:

@@ -3,7 +3,7 @@
 import csv
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,15 @@ from ckpt.compare.sums import DiffSums
 from ckpt.compare.to_json import numbers, totals, value_facts
 from ckpt.pipeline import Resources
 from ckpt_cli import notes
+from ckpt_cli.options.exit_codes import exit_code
 from ckpt_cli.options.report import ReportOptions
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import columns
 from ckpt_cli.views.diff import figures, note_differences, opened_path
 from ckpt_cli.views.files import write_file
-from ckpt_cli.views.report import conclude, data, say
+from ckpt_cli.views.report import conclude, data, error_lines, say
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import OutputError
+from ckpt_formats.core.errors import CkptError, OutputError
 from ckpt_formats.core.locking import check_folder_of
 from ckpt_formats.core.text import format_count, printable
 
@@ -57,8 +58,17 @@ class Compared:
         return sum(pair.kind != "equal" for pair in self.diff.compared)
 
 
-def show(checkpoints: Sequence[Checkpoint], options: ReportOptions, resources: Resources, as_json: bool) -> bool:
-    """Compare with a progress bar, and show a row for each but the first. Returns whether all are the same."""
+def show(
+    checkpoints: Sequence[Checkpoint],
+    unread: Mapping[str, CkptError],
+    options: ReportOptions,
+    resources: Resources,
+    as_json: bool,
+) -> int:
+    """Compare with a progress bar, and show a row for each but the first, then why others could not be read.
+
+    Returns the exit code: that of the first error, else whether any checkpoint differs.
+    """
     if options.csv is not None and options.csv != _STDOUT:
         _check_place(Path(options.csv))
     choice = Selection(options.only, options.skip, extras=not options.tensors_only)
@@ -71,13 +81,18 @@ def show(checkpoints: Sequence[Checkpoint], options: ReportOptions, resources: R
     if options.csv is not None:
         _write_csv(_csv(rows, options.by), options.csv)
     if as_json:
-        data(_facts(baseline, rows, options.by))
+        data({**_facts(baseline, rows, options.by), "unread": _facts_of_unread(unread)})
     elif options.csv != _STDOUT:
         _show_rows(baseline, rows)
         if options.by:
             _show_groups(rows, options)
         conclude(_summary(baseline, rows))
-    return all(row.diff.same for row in rows)
+    for path, error in unread.items():
+        say(f"NOT COMPARED: {printable(path)}")
+        error_lines(error)
+    if unread:
+        return exit_code(next(iter(unread.values())))
+    return int(not all(row.diff.same for row in rows))
 
 
 def _show_rows(baseline: Checkpoint, rows: Sequence[Compared]) -> None:
@@ -178,6 +193,12 @@ def _facts(baseline: Checkpoint, rows: Sequence[Compared], by: Sequence[str]) ->
     ]
     same = all(row.diff.same for row in rows)
     return {"first": str(opened_path(baseline)), "step": baseline.step, "same": same, "checkpoints": others}
+
+
+def _facts_of_unread(unread: Mapping[str, CkptError]) -> list[dict[str, Any]]:
+    return [
+        {"path": path, "what": error.what, "where": error.where, "hint": error.hint} for path, error in unread.items()
+    ]
 
 
 def _csv(rows: Sequence[Compared], by: Sequence[str]) -> str:

@@ -145,11 +145,14 @@ def _count(checkpoint: "Checkpoint") -> int:
 
 
 def unreadable(path: Path, error: CkptError, problems: "Sequence[Finding]", seconds: float, as_json: bool) -> None:
-    """Print the findings of `verify` for a checkpoint that cannot be opened, and the error."""
+    """Print the findings of `verify` for a checkpoint that cannot be opened, and the error.
+
+    The error is among the findings. It is in the JSON, and not among those that are printed.
+    """
     if as_json:
         data(findings_json(path, problems, seconds) | {"checksums": 0, "parameters": 0})
     else:
-        print_findings(problems)
+        print_findings([one for one in problems if (one.what, one.where) != (error.what, error.where or str(path))])
     if notes.is_verbose():
         import traceback
 

@@ -53,6 +53,27 @@ def test_rows_are_those_of_each_pair_alone() -> None:
             ]
 
 
+def test_table_names_checkpoints_that_cannot_be_read_and_compares_the_others(run: Path) -> None:
+    first, last = (run / f"step-{step}.ucp" for step in (1, 3))
+    missing, cut, rank = (
+        run / "step-9.ucp",
+        *(SAMPLES / "damaged" / name for name in ("truncated-shard", "missing-rank")),
+    )
+    alone = table(first, last)
+    for broken, code in (([missing, cut], 10), ([rank, missing], 20)):
+        done = ckpt("diff", first, broken[0], last, broken[1])
+        assert done.code == code
+        assert "different: 1 of 1" in done.out
+        for one in broken:
+            assert f"NOT COMPARED: {one}" in done.err
+        report = table(first, broken[0], last, broken[1])
+        assert [one["path"] for one in report["unread"]] == list(map(str, broken))
+        assert all(one["what"] for one in report["unread"])
+        assert report["checkpoints"][0]["total"]["changed"] == alone["total"]["changed"]
+    assert ckpt("diff", missing, first, last).code == ckpt("diff", first, missing, missing).code == 10
+    assert "nothing at this path" in ckpt("diff", first, missing).err
+
+
 def test_the_baseline_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {"w": np.arange(1 << 18, dtype=np.float32)}
     for name in "abcd":

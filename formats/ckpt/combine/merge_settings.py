@@ -76,7 +76,7 @@ class MergeSettings(Checked):
             if required in own and getattr(self.tensors, required) is None:
                 raise InvalidArgumentError(
                     f"the method {self.method} needs {required}: {why}",
-                    hint=f"Give --{required}, or `{required}` in Python.",
+                    hint=f"Give `{required}` (--{required}).",
                 )
 
     def check_models(self, count: int, has_base: bool) -> None:
@@ -91,7 +91,7 @@ class MergeSettings(Checked):
             raise InvalidArgumentError(
                 f"the method {self.method} needs the base from which the models were tuned",
                 where=f"method {self.method}",
-                hint="Name it with --base, or `base` in Python.",
+                hint="Name it with `base` (--base).",
             )
         if self.method == "slerp" and count != 2:
             raise InvalidArgumentError(

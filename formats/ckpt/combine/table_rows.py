@@ -77,7 +77,7 @@ def resize(
             raise InvalidArgumentError(
                 f"`{printable(name)}` has {old.shape[0]:,} rows: {count:,} would cut {old.shape[0] - count:,} of them",
                 where=source.path,
-                hint="If they may be lost, allow it: --allow-cut, or `cut=True`.",
+                hint="If they may be lost, allow it: `cut` (--allow-cut).",
             )
         parameters[name] = _resized(source, old, count, fill)
         if len(old.shape) > 1:

@@ -138,7 +138,7 @@ def select(path: Path, everything: bool = False) -> ChosenFiles:
         raise IncompleteError("was removed since the checkpoint was opened", where=path / missing)
     notices = contents.notices
     if left_out:
-        text = "not part of the checkpoint, and not copied (everything, --all, copies them)"
+        text = "not part of the checkpoint, and not copied (`everything` (--all) copies them)"
         notices = (*notices, Notice(text, tuple(left_out[:_MAX_NAMES]), Weight.LOST))
     moving = {one.path for one in chosen if one.data is not None} | contents.nbytes.keys()
     identities = {

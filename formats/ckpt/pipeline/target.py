@@ -304,7 +304,7 @@ class StagedTarget(ABC):
 
 
 def exists(target: Path) -> OutputError:
-    hint = "Choose another name, or replace it: --overwrite, `overwrite=True`."
+    hint = "Choose another name, or replace what is there: `overwrite` (--overwrite)."
     return OutputError("the target exists already", where=target, hint=hint)
 
 

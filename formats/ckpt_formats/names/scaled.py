@@ -28,10 +28,7 @@ from ckpt_formats.names.model import Model, ModelTensor
 _WEIGHTS = (MODEL, MASTER)
 _POWERS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
 """How often a state of an optimizer is divided by the factor of its weight."""
-_HINT = (
-    "--names with --allow-rounding (in Python: use_names(..., allow_rounding=True)) rounds them as MaxText's converter "
-    "does; bits will differ."
-)
+_HINT = "`allow_rounding` (--names with --allow-rounding) rounds them as MaxText's converter does; bits will differ."
 
 
 @dataclass(frozen=True)
