@@ -227,7 +227,8 @@ def test_places_of_parity_are_named_in_any_order_and_new_ones_take_what_is_lost(
     assert not ckpt.repair(root, parity=[b, a], resources=TWO).unrepairable
     assert (contents_of(root), contents_of(a)) == (whole, parity)
     shutil.rmtree(a)
-    assert [one.path for one in ckpt.repair(root, parity=[b, c], resources=TWO).damaged] == [c / "0" / "group-000"]
+    lost = ("0/group-000", "manifest", "0/manifest")
+    assert [one.path for one in ckpt.repair(root, parity=[b, c], resources=TWO).damaged] == [c / one for one in lost]
     assert contents_of(c) == parity
     ckpt.protect(root, 2, into=[a], overwrite=True, resources=TWO)
     assert not ckpt.repair(root, parity=[a], resources=TWO).damaged
@@ -558,3 +559,94 @@ def test_commands_protect_what_they_write(tmp_path: Path) -> None:
     assert command("convert", ZERO1, tmp_path / "one.safetensors", "--protect", 1).code == 0
     flip(tmp_path / "one.safetensors")
     assert command("repair", tmp_path / "one.safetensors").code == 0
+
+
+MANIFESTS = ("manifest", "0/manifest", "1/manifest")
+
+
+def sealed(path: Path, byte: int) -> None:
+    """Flip a bit of a manifest before it gets its checksum."""
+    data = bytearray(path.read_bytes()[:-16])
+    data[byte] ^= 1
+    path.write_bytes(bytes(data) + xxhash.xxh3_128_digest(data))
+
+
+def two_files(root: Path, lose: int) -> dict[str, bytes]:
+    fill(root, {name: os.urandom(3000) for name in "xy"})
+    ckpt.protect(root, lose, resources=TWO)
+    return contents_of(root)
+
+
+@pytest.mark.parametrize("lose", [1, 2])
+def test_damaged_copies_of_the_manifest_are_named_and_give_it_together(tmp_path: Path, lose: int) -> None:
+    root = tmp_path / "run"
+    whole = two_files(root, lose)
+    (root / "x").unlink()
+    for at, name in enumerate(MANIFESTS[: lose + 1]):
+        flip(root / ".ckpt-parity" / name, -20 - at)
+    damaged = ckpt.repair(root, dry_run=True, resources=TWO).damaged
+    assert [one.path.name for one in damaged] == ["x", *["manifest"] * (lose + 1)]
+    assert not ckpt.repair(root, resources=TWO).unrepairable
+    assert contents_of(root) == whole
+    for name in MANIFESTS[: lose + 1]:
+        flip(root / ".ckpt-parity" / name, -20)
+    with pytest.raises(ckpt.CorruptError, match="checksum"):
+        ckpt.repair(root, resources=TWO)
+
+
+def test_a_manifest_with_most_copies_counts_and_others_are_named(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    two_files(root, 2)
+    first = (root / ".ckpt-parity" / "manifest").read_bytes()
+    (root / "x").write_bytes(b"other")
+    ckpt.protect(root, 2, overwrite=True, resources=TWO)
+    whole = contents_of(root)
+    (root / ".ckpt-parity" / "manifest").write_bytes(first)  # as a restored backup has it
+    (root / ".ckpt-parity" / "1" / "manifest").unlink()
+    (root / ".ckpt-parity" / "0" / "manifest").write_bytes(whole[".ckpt-parity/manifest"])
+    (root / ".ckpt-parity" / "2").mkdir()
+    (root / ".ckpt-parity" / "2" / "manifest").write_bytes(whole[".ckpt-parity/manifest"])
+    verified = json.loads(command("repair", root, "--dry-run", "--json").out)
+    assert [one["what"] for one in verified["damaged"]] == ["another manifest than most copies", "missing"]
+    assert command("repair", root).code == 0
+    assert {name: data for name, data in contents_of(root).items() if "2/" not in name} == whole
+
+
+def test_a_wrong_hash_in_all_copies_hides_no_other_damage_and_is_corrected(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    whole = two_files(root, 1)  # the hashes are those of x, of y and of the parity
+    for name in MANIFESTS[:2]:
+        sealed(root / ".ckpt-parity" / name, -3 * 16)
+    (root / "y").unlink()
+    repaired = ckpt.repair(root, resources=TWO)
+    assert [one.path.name for one in repaired.damaged] == ["y", "manifest", "manifest"]
+    assert not repaired.unrepairable
+    assert contents_of(root) == whole
+
+
+def test_a_lost_block_with_a_wrong_hash_is_named_and_others_are_repaired(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    whole = two_files(root, 2)
+    for name in MANIFESTS:
+        sealed(root / ".ckpt-parity" / name, -4 * 16)
+    (root / "x").unlink()
+    (root / "y").unlink()
+    repaired = ckpt.repair(root, resources=TWO)
+    assert [one.path.name for one in repaired.unrepairable] == ["x"]
+    assert (root / "y").read_bytes() == whole["y"]
+    assert sorted(path.name for path in root.iterdir()) == [".ckpt-parity", "y"]
+
+
+def test_files_with_the_longest_names_are_repaired(tmp_path: Path) -> None:
+    root, name = tmp_path / "run", "é" * 127
+    fill(root, {name: os.urandom(3000), "y": b"y"})
+    ckpt.protect(root, 1, resources=TWO)
+    ckpt.protect(root / name, 1, resources=TWO)
+    whole = contents_of(root)
+    for damage in ((root / name).unlink, lambda: (root / name).write_bytes(whole[name][:-3] + b"end")):
+        damage()
+        assert command("repair", root).code == 0
+        assert contents_of(root) == whole
+    (root / name).write_bytes(whole[name][:-3] + b"end")
+    assert command("repair", root / name).code == 0
+    assert contents_of(root) == whole

@@ -3,14 +3,16 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import xxhash
 
 from ckpt.pipeline import Resources
 from ckpt.pipeline.executors import run_tasks
+from ckpt.protection.wrong_hashes import wrong_hashes
 from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import Checked, Count
 from ckpt_formats.core.errors import CkptError
@@ -26,6 +28,8 @@ from ckpt_formats.parity.blocks import (
     read_block,
     recovery_factors,
 )
+from ckpt_formats.parity.copies import ManifestCopy, copy_at
+from ckpt_formats.parity.manifest import HASH_NBYTES, BlockHashes
 
 _TOGETHER = 8
 """Stripes of one task."""
@@ -63,11 +67,13 @@ class Damage:
     """Those that nothing replaces: too many of their stripe are bad."""
     lengths: frozenset[Path] = frozenset()
     """Files that are missing, or have another length."""
+    copies: Mapping[Path, str] = field(default_factory=dict)
+    """What is wrong with copies of the manifest."""
 
     @property
     def is_whole(self) -> bool:
         """Whether nothing is wrong."""
-        return not self.bad and not self.lengths
+        return not self.bad and not self.lengths and not self.copies
 
     def files(self) -> tuple[DamagedFile, ...]:
         """The files that are not as they should be, by path; parity last."""
@@ -78,10 +84,11 @@ class Damage:
             if at in self.irreplaceable:
                 ranges[place.path].append(place)
         parity = {path for path, _, is_parity in all_files(self.folder) if is_parity}
-        return tuple(
+        files = (
             DamagedFile(path, _what(path, self.lengths, bad[path]), bad[path], _ranges(ranges[path]), path in parity)
             for path in sorted({*bad, *self.lengths}, key=lambda path: (path in parity, str(path)))
         )
+        return *files, *(DamagedFile(path, what, 0, is_parity=True) for path, what in self.copies.items())
 
 
 def _what(path: Path, lengths: Iterable[Path], blocks: int) -> str:
@@ -142,8 +149,15 @@ def find_damage(
     elsewhere.
     """
     wrong = _scan(folder, resources, count, rebuilt)
-    bad = frozenset(wrong)
     elsewhere = {**dict(_misplaced(folder, wrong)), **(rebuilt.places if rebuilt is not None else {})}
+    copies = wrong_copies(folder)
+    nowhere = {at: digest for at, digest in wrong.items() if at not in elsewhere}
+    if right := wrong_hashes(folder, nowhere, frozenset(too_many(folder, nowhere))):
+        folder = _with_hashes(folder, right)
+        wrong = {at: digest for at, digest in wrong.items() if at not in right}
+        hashes = f"{len(right):,} hash{'es' * (len(right) != 1)} of blocks that parity shows to be right"
+        copies = {path: copies.get(path, hashes) for path in folder.copies}
+    bad = frozenset(wrong)
     lengths = frozenset(path for path, nbytes, _ in all_files(folder) if file_nbytes(path) != nbytes)
 
     def look(blocks: Iterable[BlockAddress], candidates: Callable[[Path], Iterable[Path | None]]) -> None:
@@ -158,7 +172,30 @@ def find_damage(
     look(bad - elsewhere.keys(), lambda path: [leftover(path)])
     # Copies may be far away: of them, only what parity cannot replace is read.
     look(list(too_many(folder, bad - elsewhere.keys())), lambda path: _copies(folder, path, others))
-    return Damage(folder, bad, elsewhere, frozenset(too_many(folder, bad - elsewhere.keys())), lengths)
+    return Damage(folder, bad, elsewhere, frozenset(too_many(folder, bad - elsewhere.keys())), lengths, copies)
+
+
+def wrong_copies(folder: ProtectedFolder) -> dict[Path, str]:
+    """What is wrong with the copies of the manifest where they should be."""
+    digest = folder.hashes.to_bytes()[-HASH_NBYTES:]
+    there = {copy.path: copy for path in folder.copies if (copy := copy_at(path)) is not None}
+    return {path: what for path in folder.copies if (what := _what_of_copy(there.get(path), digest)) is not None}
+
+
+def _what_of_copy(copy: ManifestCopy | None, digest: bytes) -> str | None:
+    if copy is None:
+        return "missing"
+    if copy.digest is None:
+        return "not the manifest that its checksum is of"
+    return None if copy.digest == digest else "another manifest than most copies"
+
+
+def _with_hashes(folder: ProtectedFolder, right: Mapping[BlockAddress, bytes]) -> ProtectedFolder:
+    """The folder with other hashes of some blocks."""
+    hashes = BlockHashes(folder.manifest, folder.hashes.table.copy())
+    for at, digest in right.items():
+        hashes.note(at.group, at.column, at.stripe, digest)
+    return replace(folder, hashes=hashes)
 
 
 def _copies(folder: ProtectedFolder, path: Path, others: Sequence[Path]) -> Iterator[Path]:
@@ -228,7 +265,8 @@ def _scan_stripe(
     # A block that is bad would spoil all sums that it is in.
     if rebuilt is not None and not any(factors[:, number].any() for number, at in enumerate(there) if at in wrong):
         for at, block in zip(wanted, sums, strict=True):
-            rebuilt.put(at, block[: blocks[at].nbytes])
+            if xxhash.xxh3_128_digest(block[: blocks[at].nbytes].data) == folder.hash(at):
+                rebuilt.put(at, block[: blocks[at].nbytes])
     return [*wrong.items(), *((at, None) for at in absent)]
 
 

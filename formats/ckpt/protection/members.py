@@ -34,11 +34,11 @@ from ckpt_formats.parity.blocks import (
     ProtectedFolder,
     find_parity,
     has_parity,
-    manifest_copies,
     parity_folder,
     places_of,
     read_block,
 )
+from ckpt_formats.parity.copies import manifest_copies
 from ckpt_formats.parity.manifest import (
     BLOCK_NBYTES,
     BlockHashes,

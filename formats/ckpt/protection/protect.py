@@ -48,12 +48,12 @@ from ckpt_formats.parity.blocks import (
     ThreadReaders,
     encode_stripe,
     extend_stripe,
-    manifest_copies,
     parity_file,
     parity_folder,
     places_of,
 )
 from ckpt_formats.parity.code import MAX_BLOCKS, MAX_LOST
+from ckpt_formats.parity.copies import manifest_copies
 from ckpt_formats.parity.manifest import (
     FOLDER,
     HASH_NBYTES,

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -46,7 +46,7 @@ from ckpt_formats.parity.blocks import (
     parity_file,
     recover,
 )
-from ckpt_formats.parity.manifest import MAX_NBYTES, NAME
+from ckpt_formats.parity.manifest import MAX_NBYTES, NAME, hidden_name
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.stores.location import entry_at, listed_again, place_at, source_path, target_path
 from ckpt_formats.universal.chain import chain_file
@@ -130,9 +130,10 @@ def repair(
                 scratch = stack.enter_context(scratch_for(in_store, resources))
                 with _Rebuilt(folder, scratch) as rebuilt:
                     damage = find_damage(folder, resources, count, copies, _repaired, rebuilt)
+                while unfit := _write(damage, rebuilt, identities, entries, resources, count):
+                    damage = replace(damage, irreplaceable=damage.irreplaceable | unfit)
                 files = damage.files()
-                _write(damage, files, rebuilt, identities, entries, resources, count)
-                _renew_manifests(folder)
+                _renew_manifests(damage.folder)
             except OSError as error:
                 if isinstance(error, CkptError):
                     raise
@@ -190,7 +191,7 @@ def _tensors_in(root: Path, files: Sequence[DamagedFile]) -> tuple[str, ...]:
 
 def _repaired(path: Path) -> Path:
     """The file beside a damaged one that will replace it, or has what is left of it."""
-    return path.with_name(f".{path.name}{REPAIRED}")
+    return path.with_name(hidden_name(path.name, REPAIRED))
 
 
 def _draft(path: Path, scratch: Path | None) -> Path:
@@ -270,21 +271,22 @@ def _created(new: Path, path: Path, nbytes: int) -> int:
 
 def _write(
     damage: Damage,
-    files: Sequence[DamagedFile],
     rebuilt: _Rebuilt,
     identities: Identities,
     entries: Mapping[Path, ObjectEntry | None],
     resources: Resources,
     count: Callable[[int], None],
-) -> None:
+) -> frozenset[BlockAddress]:
     """Write the files that can be repaired beside their places, compare them, and rename them.
+
+    Returns the blocks that parity gives, and which do not fit their hash: then nothing is renamed.
 
     `identities` and `entries`: what was known of the files before they were read.
 
     Nothing is removed that has the only copy of a block. If one of a file that cannot be repaired is in a file that is
     replaced, what is left of the first one is written beside its place, where the next repair finds it.
     """
-    folder = damage.folder
+    folder, files = damage.folder, [file for file in damage.files() if file.path not in damage.copies]
     lengths = {path: nbytes for path, nbytes, _ in all_files(folder)}
     paths = [file.path for file in files if file.is_repairable]
     unrepairable = {file.path for file in files if not file.is_repairable}
@@ -304,7 +306,8 @@ def _write(
     # Files of which some are open together: a process may open so many.
     for first in range(0, len(incomplete), _FILES_AT_ONCE):
         some = {path: outputs[path] for path in incomplete[first : first + _FILES_AT_ONCE]}
-        _fill(damage, some, lengths, rebuilt, resources, count)
+        if unfit := _fill(damage, some, lengths, rebuilt, resources, count):
+            return unfit
     check_unchanged({path: identities[path] for path in paths if path in identities})
     if appeared := [path for path in paths if path not in identities and path.exists()]:
         raise CorruptError("appeared during the repair", where=appeared[0], hint="Repair it when nothing writes it.")
@@ -324,6 +327,7 @@ def _write(
         for leftover in (_repaired(path), _repaired(_repaired(path))):
             if _is_there(leftover):
                 place_at(leftover.parent).delete([leftover.name])
+    return frozenset()
 
 
 def _incomplete(folder: ProtectedFolder, paths: Sequence[Path], rebuilt: _Rebuilt) -> list[Path]:
@@ -351,9 +355,12 @@ def _fill(
     rebuilt: _Rebuilt,
     resources: Resources,
     count: Callable[[int], None],
-) -> None:
-    """Write all blocks of the files that are not rebuilt yet, and compare what was written."""
-    folder = damage.folder
+) -> frozenset[BlockAddress]:
+    """Write all blocks of the files that are not rebuilt yet, and compare what was written.
+
+    Returns blocks that do not fit their hash, so that it is wrong, or parity is.
+    """
+    folder, unfit = damage.folder, set[BlockAddress]()
     with (
         ExitStack() as stack,
         ThreadReaders(len(folder.places)) as threads,
@@ -379,11 +386,23 @@ def _fill(
             if not wanted:
                 return
             source = FoundBlocks(damage, threads.reader)
-            for at, block in _blocks(damage, wanted, source, threads.buffers, threads.block):
-                _put(folder, at, block, opened[folder.place(at).path])
+
+            def put(wanted: Sequence[BlockAddress]) -> None:
+                for at, block in _blocks(damage, wanted, source, threads.buffers, threads.block):
+                    _put(folder, at, block, opened[folder.place(at).path])
+
+            try:
+                put(wanted)
+            except CorruptError:
+                for at in wanted:
+                    try:
+                        put([at])
+                    except CorruptError:  # noqa: PERF203  # rare
+                        unfit.add(at)
 
         for _ in run_tasks(pool, fill, folder.stripes(), 2 * resources.workers):
             pass
+    return frozenset(unfit)
 
 
 def _blocks(
@@ -426,10 +445,10 @@ def _hash_of(file: int, place: BlockPlace) -> bytes:
 def _renew_manifests(folder: ProtectedFolder) -> None:
     """Write the copies of the manifest that are missing or not whole."""
     data = folder.hashes.to_bytes()
-    for base in dict.fromkeys((folder.base, *(place.parent for place in folder.places), *folder.places)):
-        _make_parents(folder, base / NAME)
-        place = place_at(base)
-        there = place.read(NAME, MAX_NBYTES) if (base / NAME).is_file() else None  # a pipe would block
+    for path in folder.copies:
+        _make_parents(folder, path)
+        place = place_at(path.parent)
+        there = place.read(NAME, MAX_NBYTES) if path.is_file() else None  # a pipe would block
         place.remove_drafts(NAME)
         if there is None or there[0] != data:
             place.replace(NAME, data, None if there is None else there[1])

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ckpt.protection.chain_parts import has_ended, parts_of_chain
-from ckpt.protection.damage import all_files, file_nbytes
+from ckpt.protection.damage import all_files, file_nbytes, wrong_copies
 from ckpt.protection.members import is_of_members, states_written_anew
 from ckpt.protection.protect import is_protected
 from ckpt_formats.core.arguments import Checked, Count
@@ -23,9 +23,9 @@ from ckpt_formats.parity.blocks import (
     ProtectedFolder,
     find_parity,
     has_parity,
-    manifest_copies,
     read_block,
 )
+from ckpt_formats.parity.copies import manifest_copies
 from ckpt_formats.parity.manifest import BLOCK_NBYTES
 from ckpt_formats.registry.location import checkpoints_in, is_checkpoint
 from ckpt_formats.stores.location import is_url
@@ -55,7 +55,9 @@ class SurveyedFolder(Checked):
     changed: tuple[str, ...] = ()
     """Files that are missing, or have another length or another content than was protected."""
     damaged_parity: tuple[Path, ...] = ()
-    """Files of parity that are missing or have another length; of parity elsewhere, nothing is known."""
+    """Files of parity that are missing or have another length, and damaged copies of the manifest.
+
+    Of parity elsewhere, nothing is known."""
     is_on_one_disk: bool = False
     """Whether all files and all parity are in one file system."""
     problem: str | None = None
@@ -150,6 +152,7 @@ def _compared(path: Path, parity: ProtectedFolder, most: int) -> tuple[SurveyedF
     places = [(at, name) for at, name in _middle_blocks(parity) if name in newer][:most]
     changed += _of_another_content(parity, places)
     wrong = [path for path, nbytes, is_parity in all_files(parity) if is_parity and file_nbytes(path) != nbytes]
+    wrong += wrong_copies(parity)
     local = [Path(one) for one in parity.unnamed if not is_url(one)]
     disks = {one.st_dev for one in there.values()} | {_device(place) for place in (*parity.places, *local)}
     return (

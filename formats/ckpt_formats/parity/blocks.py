@@ -18,7 +18,8 @@ from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.store_path import StoreError, is_remote, request
 from ckpt_formats.core.text import printable
 from ckpt_formats.parity.code import parity_matrix, recovery_matrix
-from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, NAME, BlockHashes, ParityManifest, read
+from ckpt_formats.parity.copies import copies_in, manifests
+from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, NAME, BlockHashes, ParityManifest, hidden_name
 
 BLOCKS_AT_ONCE = 16
 """Blocks of a stripe that are in memory together: a thread needs so many and the parities, whatever the group is."""
@@ -63,11 +64,17 @@ class ProtectedFolder:
     @property
     def base(self) -> Path:
         """The folder that has the parity, or the manifest that says where it is."""
-        return self.root / (FOLDER if self.file is None else f".{self.file}{FOLDER}")
+        return self.root / (FOLDER if self.file is None else hidden_name(self.file, FOLDER))
 
     @property
     def manifest(self) -> ParityManifest:
         return self.hashes.manifest
+
+    @property
+    def copies(self) -> tuple[Path, ...]:
+        """Where copies of the manifest should be: with the folder, and in all places that are known."""
+        folders = (self.base, *(place.parent for place in self.places), *self.places)
+        return tuple(folder / NAME for folder in dict.fromkeys(folders))
 
     @property
     def unnamed(self) -> tuple[str, ...]:
@@ -128,33 +135,25 @@ def places_of(base: Path, elsewhere: Sequence[Path], parities: int) -> tuple[Pat
 
 def parity_folder(path: Path) -> Path:
     """The folder with the parity of a folder, or of a file, which may be missing."""
-    of_file = path.parent / f".{path.name}{FOLDER}"
+    of_file = path.parent / hidden_name(path.name, FOLDER)
     return of_file if path.is_file() or (of_file.is_dir() and not path.exists()) else path / FOLDER
 
 
 def find_parity(path: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
-    """The parity of a folder, or of a file, by the first copy of its manifest that is whole.
+    """The parity of a folder, or of a file, by the manifest of which there are most whole copies.
 
     `elsewhere`: the folders that have the parity now, if they are not in its own one. What a manifest says of folders
     elsewhere is not followed: a checkpoint of a stranger would choose what is read and written.
 
-    Raises `NotFoundError` if there is no copy, `CorruptError` if none is whole, or if it is that of another file.
+    Raises `NotFoundError` if there is no copy, `CorruptError` if none is whole and damaged ones together do not give
+    one either, or if it is that of another file.
     """
     base = parity_folder(path)
     root, file = (path, None) if base.parent == path else (path.parent, path.name)
-    folders = (*elsewhere, base)
     errors = list[CkptError]()
-    for copy in manifest_copies(folders):
-        try:
-            if not copy.is_file():  # a pipe would block
-                continue
-            hashes = read(copy)
-        except StoreError as error:
-            raise unreadable(error, copy) from error
-        except OSError:
-            continue
-        except CkptError as error:
-            errors.append(error)
+    for copy, hashes in manifests(copies_in((*elsewhere, base))):
+        if isinstance(hashes, CkptError):
+            errors.append(hashes)
             continue
         if file is not None and hashes.manifest.lengths.keys() != {file}:
             # Or the parity of one file would write others beside it.
@@ -197,17 +196,6 @@ def protected_folders(root: Path) -> list[Path]:
     except OSError:
         inside = []
     return [path for path in (root, *inside) if has_parity(path)]
-
-
-def manifest_copies(folders: Sequence[Path]) -> Iterator[Path]:
-    """Where copies of a manifest may be: in folders with parity, and in the folder of each parity there."""
-    for folder in folders:
-        yield folder / NAME
-        try:
-            inside = sorted(folder.iterdir())
-        except OSError:
-            continue
-        yield from (path / NAME for path in inside if path.name.isdecimal())
 
 
 class StripeBuffers:

@@ -35,6 +35,8 @@ HASH_NBYTES = 16
 _MAGIC = b"ckptpar1"
 _CODE = "reed-solomon-cauchy-0x11d"
 MAX_NBYTES = 1 << 32
+_LONG_NAME = 200
+"""Bytes of a file's name. Most systems allow 255; what grows beside a file has up to 50 more."""
 _URL = re.compile(r"[a-z][a-z0-9]*://", re.ASCII)
 _BY = re.compile(r"file|folder|table|part|node:\d{1,5}", re.ASCII)
 
@@ -230,11 +232,8 @@ def parse(data: bytes, where: Path) -> BlockHashes:
     Raises `CorruptError` if they are not those that were written, `UnsafeError` for names of files that are not below a
     folder, `UnsupportedError` for another version.
     """
-    if len(data) < len(_MAGIC) + 8 + HASH_NBYTES or not data.startswith(_MAGIC):
-        raise CorruptError("is not a manifest of parity", where=where)
-    body, digest = data[:-HASH_NBYTES], data[-HASH_NBYTES:]
-    if xxhash.xxh3_128_digest(body) != digest:
-        raise CorruptError("the manifest of parity does not fit its checksum", where=where)
+    check_sum(data, where)
+    body = data[:-HASH_NBYTES]
     end = len(_MAGIC) + 8 + int.from_bytes(body[len(_MAGIC) : len(_MAGIC) + 8], "little")
     if end > len(body):
         raise CorruptError("the manifest of parity ends too early", where=where)
@@ -252,13 +251,32 @@ def parse(data: bytes, where: Path) -> BlockHashes:
     return BlockHashes(manifest, np.frombuffer(hashes, np.uint8).reshape(-1, HASH_NBYTES))
 
 
+def check_sum(data: bytes, where: Path) -> None:
+    """Raise `CorruptError` if the bytes of a file are no manifest, or do not fit their checksum."""
+    if len(data) < len(_MAGIC) + 8 + HASH_NBYTES or not data.startswith(_MAGIC):
+        raise CorruptError("is not a manifest of parity", where=where)
+    if xxhash.xxh3_128_digest(memoryview(data)[:-HASH_NBYTES]) != data[-HASH_NBYTES:]:
+        raise CorruptError("the manifest of parity does not fit its checksum", where=where)
+
+
 def read(path: Path) -> BlockHashes:
     """The manifest in a file. Raises as `parse`, and `OSError`."""
+    return parse(read_bytes(path), path)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a file that should be a manifest. Raises `CorruptError` if there are too many, and `OSError`."""
     with path.open("rb") as file:
         data = file.read(MAX_NBYTES + 1)
     if len(data) > MAX_NBYTES:
         raise CorruptError("is too large for a manifest of parity", where=path)
-    return parse(data, path)
+    return data
+
+
+def hidden_name(name: str, ending: str) -> str:
+    """The name of a hidden file beside one of this name: with its hash if the name is too long for an ending."""
+    given = os.fsencode(name)
+    return f".{name if len(given) <= _LONG_NAME else xxhash.xxh3_128_hexdigest(given)}{ending}"
 
 
 def _manifest(fields: dict[str, Any], where: Path) -> ParityManifest:
