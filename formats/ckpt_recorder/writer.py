@@ -50,7 +50,7 @@ from ckpt_training.writing.ring import Ring
 from ckpt_training.writing.trainer_messages import OrderWriter, execute_orders, reason_of
 
 if TYPE_CHECKING:
-    from ckpt.holding.sender import LogSender
+    from ckpt.holding.log_sender import LogSender
 
 _FOLLOWED_SECONDS, _CLOSE_SECONDS, _ORPHAN_SECONDS = 0.2, 2.0, 60.0
 """How long the end of a log waits until its holders have it: if another segment follows, else, and if the trainer has
@@ -260,8 +260,8 @@ class LogWriter(OrderWriter):
 
 def _sender_of(settings: WriterSettings, file: LogFile, send: Callable[[str], None]) -> "LogSender | None":
     """Start to send the log to its holders, and to say of each whether it has it; None if nothing can be sent."""
+    from ckpt.holding.log_sender import LogSender
     from ckpt.holding.peers import Peers
-    from ckpt.holding.sender import LogSender
 
     def say(address: str, state: str) -> None:
         send(f"peer {address} {' '.join(state.split())[:500]}")

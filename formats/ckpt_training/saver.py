@@ -510,10 +510,6 @@ def _check_peers(peers: Peers | None, target: Path, format: Universal | DCP | No
             where="peers",
             hint="Save into a folder that is no chain, with Universal(), or leave out peers.",
         )
-    if peers is not None and not peers.parsed.is_copies:
-        raise UnsupportedError(
-            f"saves are held as copies, not as {peers.scheme}", where="peers.scheme", hint='Give "copies:2".'
-        )
 
 
 def _keys_of(format: DCP) -> StateKeys:

@@ -28,8 +28,8 @@ from threading import Event
 from typing import Any
 
 from ckpt.holding.holder import HeldPieces, Holder
+from ckpt.holding.log_sender import LogSender
 from ckpt.holding.peers import Peers
-from ckpt.holding.sender import LogSender
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import read_range
 from ckpt_formats.parity.scheme import PeerScheme

@@ -249,7 +249,7 @@ def writer_of(recorded: Held, segment: Path, peers: Peers, trainer: int) -> Iter
     reading, status = os.pipe()
     settings = WriterSettings(str(segment), 0, "exact", 64, 1, 1, 1.0, asdict(peers))
     writer = LogWriter(settings, Ring(64, 1), status, trainer)
-    threads = [] if writer._sender is None else writer._sender._threads
+    threads = [] if writer._sender is None else [one.thread for one in writer._sender.links]
     yield writer
     for thread in threads:  # they write to the pipe
         thread.join(SECONDS)
@@ -277,7 +277,7 @@ def test_records_that_follow_each_other_at_once_share_a_piece(
     recorded: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each piece costs memory of the holder and of the sender."""
-    monkeypatch.setattr("ckpt.holding.sender._SMALL_SECONDS", 2 * SECONDS)  # all records follow at once
+    monkeypatch.setattr("ckpt.holding.sent_file._SMALL_SECONDS", 2 * SECONDS)  # all records follow at once
     host = Host.start()
     peers = Peers([recorded.hosts[0].address, host.address], "copies:1", run="other")
     with writer_of(recorded, tmp_path / "log", peers, trainer=os.getppid()) as writer:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ckpt.holding.holder import HeldPieces, Holder
+from ckpt.holding.log_sender import LogSender
 from ckpt.holding.peers import HELD, Peers
-from ckpt.holding.sender import LogSender
 from ckpt_codecs.base import Array
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import (
@@ -94,21 +94,22 @@ class Filled:
 
 def has_all(sender: LogSender) -> bool:
     """Whether all holders have what there is of a log."""
-    log = sender._files[sender._main]
+    main = sender.queue.main
+    log = sender.queue.files[main]
     return all(
-        target.state.text == HELD
+        link.text == HELD
         and log.cut == log.nbytes
-        and (not target.holds_all or target.counts.get(sender._main, (0, 0))[0] == len(log.pieces))
-        and all(target.added[stream] == len(stream.contributions) for stream, _ in target.rows)
-        and len(target.marked) == len(target.rows)
-        for target in sender._targets
+        and (not link.part.holds_all or link.counts.get(main, (0, 0))[0] == len(log.pieces))
+        and all(link.added[stream] == len(stream.contributions) for stream, _ in link.part.rows)
+        and len(link.marked) == len(link.part.rows)
+        for link in sender.links
     )
 
 
 def wait_for(senders: Sequence[LogSender]) -> None:
     deadline = time.monotonic() + SECONDS
     while not all(map(has_all, senders)):
-        assert time.monotonic() < deadline, [state for one in senders for state in one.states]
+        assert time.monotonic() < deadline, [link.text for one in senders for link in one.links]
         time.sleep(0.02)
 
 
@@ -316,7 +317,7 @@ def test_pieces_added_while_a_lost_one_is_read_do_not_change_it(logs: Logs) -> N
 
 @pytest.mark.slow
 def test_a_holder_that_was_started_again_is_filled_again(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.holding.sender._CHECK_SECONDS", 0.3)
+    monkeypatch.setattr("ckpt.holding.holder_link._CHECK_SECONDS", 0.3)
     filled = fill(logs, "parity:2+1", 6, jump=2, steps=2, kind=Mortal)
     old = filled.hosts[3].holder
     assert isinstance(old, Mortal)
@@ -378,7 +379,7 @@ def test_ranks_send_parts_of_a_base_that_a_log_begins_with_and_a_part_that_is_lo
 def test_a_parity_that_is_filled_again_without_a_removed_base_gets_the_log_and_is_not_taken_for_a_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt.holding.sender._CHECK_SECONDS", 0.3)
+    monkeypatch.setattr("ckpt.holding.holder_link._CHECK_SECONDS", 0.3)
     chain = tmp_path / "run.chain"
     shutil.copytree(SAMPLES / "recorded-1" / "run.chain", chain)
     segment = chain / "gradients-0000000003"
@@ -404,16 +405,17 @@ def test_a_parity_that_is_filled_again_without_a_removed_base_gets_the_log_and_i
         senders[rank].advance(end, Kind.GRADIENTS, 6)
     url = Filled(hosts, senders, peers).url()
     lacking = "lacks a base that was removed from the chain before it was sent"
-    states = [state for one in senders for state in one.states]
+    links = [link for one in senders for link in one.links]
     while (
-        {state.text for state in states} != {HELD, lacking}
-        or {str(state.address) for state in states if state.text == lacking} != {host.address for host in hosts[:2]}
+        {link.text for link in links} != {HELD, lacking}
+        or {str(link.address) for link in links if link.text == lacking} != {host.address for host in hosts[:2]}
         or open_peers(url).store.step < 6
     ):
-        assert time.monotonic() < deadline, states
+        assert time.monotonic() < deadline, [link.text for link in links]
         time.sleep(0.05)
-    assert senders[0].states[0].text == lacking
-    senders[0]._look_at_holders()
+    assert senders[0].links[0].text == lacking
+    assert senders[0].watch is not None
+    senders[0].watch.look()
     assert not senders[0].is_whole
     store = store_of(open_peers(url))  # what is held no longer is in the parities that were not started again
     for rank, end in enumerate(ends):
@@ -429,7 +431,7 @@ def test_a_parity_that_is_filled_again_without_a_removed_base_gets_the_log_and_i
 def test_a_base_that_comes_after_records_of_steps_is_part_of_what_a_replay_begins_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt.holding.sender._SMALL_SECONDS", 0.0)
+    monkeypatch.setattr("ckpt.holding.sent_file._SMALL_SECONDS", 0.0)
     chain = tmp_path / "run.chain"
     shutil.copytree(SAMPLES / "recorded-1" / "run.chain", chain)
     listed = (chain / chain_file.NAME).rename(tmp_path / "listed")
@@ -438,16 +440,16 @@ def test_a_base_that_comes_after_records_of_steps_is_part_of_what_a_replay_begin
     sender = LogSender(peers, segment, 0, lambda address, text: None)
     for end, kind in ((10_000, Kind.FINGERPRINT), (20_000, Kind.GRADIENTS), (30_000, Kind.GRADIENTS)):
         sender.advance(end, kind, 3)
-        assert sender._cut_next(list(sender._files.items()))
+        assert sender.queue.cut_next(list(sender.queue.files.items()))
     listed.rename(chain / chain_file.NAME)
     sender._look_at_chain()
-    while sender._cut_next(list(sender._files.items())):
+    while sender.queue.cut_next(list(sender.queue.files.items())):
         pass
-    starts = sender._find_starts(sender._files)
+    starts = sender.queue.starts(sender.queue.files)
     assert starts is not None
-    for stream in sender._streams:
+    for stream in sender.queue.streams:
         names = [one.name for one in stream.contributions]
-        assert [name for name in names[starts[stream] :] if name != sender._main] == []
+        assert [name for name in names[starts[stream] :] if name != sender.queue.main] == []
         assert len(names) > 1
     sender.close(0.0)
 

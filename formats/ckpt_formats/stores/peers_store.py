@@ -11,7 +11,7 @@ import time
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ from ckpt_formats.stores.wire import parse_addresses
 T = TypeVar("T")
 
 SCHEME = "peers"
-CHAIN, LOG = "chain.json", ".ckg"
+CHAIN, LAYOUT, LOG = "chain.json", "layout.json", ".ckg"
 _PACK = re.compile(r"[^/]+/packs/\d+\.safetensors")
 _SECONDS = 20.0
 """How long a holder may take for a connection, or an answer, before another is asked."""
@@ -171,8 +171,8 @@ class PeersStore(ListedStore):
         """Whether a restore can begin: the list of the chain is held, and of every rank the start of the log, or all of
         its file of a save.
         """
-        logs = self._logs
-        is_started = bool(logs) and all(log.starts and log.world == len(logs) for log in logs)
+        files = self.files_of_ranks.values()
+        is_started = bool(files) and all(file.starts and file.world == len(files) for file in files)
         return CHAIN in self._files and is_started and self._has_base
 
     @property
@@ -193,7 +193,7 @@ class PeersStore(ListedStore):
     @property
     def step(self) -> int:
         """The last step that is held of all ranks."""
-        return min((log.step for log in self._logs), default=-1)
+        return min((file.step for file in self.files_of_ranks.values()), default=-1)
 
     @property
     def created(self) -> int:
@@ -203,19 +203,15 @@ class PeersStore(ListedStore):
     @property
     def last_step(self) -> int:
         """The last step that is held of any rank."""
-        return max((log.step for log in self._logs), default=-1)
+        return max((file.step for file in self.files_of_ranks.values()), default=-1)
 
     @property
-    def _logs(self) -> list[HeldFile]:
+    def files_of_ranks(self) -> Mapping[str, HeldFile]:
         """The file of each rank: its log, or its pack of a save, which has no logs, nor a base that ranks share."""
-        logs = [file for name, file in self._files.items() if name.endswith(LOG)]
-        is_save = not logs and HELD_FILES not in self._files
-        return [file for name, file in self._files.items() if is_pack(name)] if is_save else logs
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether it is a segment of a recorded run, and no save."""
-        return any(name.endswith(LOG) or name == HELD_FILES for name in self._files)
+        logs = {name: file for name, file in self._files.items() if name.endswith(LOG)}
+        if logs or HELD_FILES in self._files:
+            return logs
+        return {name: file for name, file in self._files.items() if _PACK.fullmatch(name) is not None}
 
     def level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
         """Nothing is known of what lies around the run."""
@@ -451,9 +447,12 @@ class PeersStore(ListedStore):
         return answer
 
 
-def is_pack(name: str) -> bool:
-    """Whether a file is the pack of a rank."""
-    return _PACK.fullmatch(name) is not None
+def is_recorded(generation: str, answers: Collection[HolderAnswer]) -> bool:
+    """Whether what holders have of a generation is of a recorded run, and of no save."""
+    files = {name for answer in answers for name in answer.run.get(generation, ())}
+    for parity in (one for answer in answers for one in answer.parities if one.name.generation == generation):
+        files |= {piece.file for column in parity.columns.values() for piece in column.pieces}
+    return any(name.endswith((LOG, f"/{LAYOUT}")) or name == HELD_FILES for name in files)
 
 
 def _connect(address: NetworkAddress, credentials: Credentials) -> Connection:

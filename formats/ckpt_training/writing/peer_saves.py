@@ -6,8 +6,9 @@ from functools import partial
 from pathlib import Path
 
 from ckpt.chains.write import member_of
+from ckpt.holding.generation import SentGeneration
 from ckpt.holding.peers import HELD, Peers
-from ckpt.holding.sender import SaveSender, SentGeneration
+from ckpt.holding.save_sender import SaveSender
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.universal.manifest import Manifest, pack_file
 from ckpt_training.writing.save_orders import SaveSettings, name_of_member
@@ -45,15 +46,15 @@ class PeerSaves:
             return True
         deadline = time.monotonic() + _WHOLE_SECONDS
         while not self._sender.is_whole and time.monotonic() < deadline:
-            if any(state.text != HELD for state in self._sender.states):
+            if any(link.text != HELD for link in self._sender.links):
                 break
             time.sleep(0.05)
         if self._sender.is_whole or time.monotonic() - self._start > self._settings.seconds:
             return True
-        for state in self._sender.states:
-            if state.text == HELD:
+        for link in self._sender.links:
+            if link.text == HELD:
                 reason = f"step {step} is not sent, because other hosts do not hold all of step {self._step} yet"
-                self._say(str(state.address), reason)
+                self._say(str(link.address), reason)
         return False
 
     def send(self, save: Path, step: int, created: int, manifest: Manifest | None) -> None:
@@ -73,8 +74,10 @@ class PeerSaves:
             self._settings.ranks,
             lambda rank: f"{name_of_member(step)}/{pack_file(rank)}",
             step,
+            is_recorded=False,
         )
-        hosts = self._peers.holders_of(self._peers.host_of(rank, self._settings.ranks))
+        own = self._peers.host_of(rank, self._settings.ranks)
+        hosts = (*self._peers.holders_of(own), *self._peers.parities_of(own))
         for host in hosts:
             self._say(str(self._peers.addresses[host]), f"gets step {step}")
         try:

@@ -1,4 +1,4 @@
-"""Save a live run twice, also in the memory of peers: `save_to_peers.py RANK RANKS WORK ADDRESSES`.
+"""Save a live run twice, also in the memory of peers: `save_to_peers.py RANK RANKS WORK ADDRESSES SCHEME`.
 
 All ranks have the same model, so each saves a share of it. When the holders of a rank have a save, the rank writes
 WORK/held-STEP-RANK with the id of its writer; it saves again when WORK/go appears, and then waits to be killed.
@@ -26,13 +26,14 @@ def wait_for(path: Path) -> None:
         time.sleep(0.05)
 
 
-def main(rank: int, world: int, work: Path, addresses: list[str]) -> None:
+def main(rank: int, world: int, work: Path, addresses: list[str], scheme: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{work}/store", rank=rank, world_size=world)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(300, 900), nn.Linear(900, 300))
     optimizer = torch.optim.AdamW(model.parameters())
-    peers = Peers(addresses, "copies:2")
+    peers = Peers(addresses, scheme)
+    hosts = len(peers.holders_of(rank)) + len(peers.parities_of(rank))
     with Saver(model, optimizer, work / "run", peers=peers, stall_seconds=SECONDS) as saver:
         for step in (1, 2):
             if step == 2:
@@ -41,7 +42,7 @@ def main(rank: int, world: int, work: Path, addresses: list[str]) -> None:
             optimizer.step()
             saver.save(step).wait(SECONDS)
             deadline = time.monotonic() + SECONDS
-            while len(saver.peers) < 2 or set(saver.peers.values()) != {HELD}:
+            while len(saver.peers) < hosts or set(saver.peers.values()) != {HELD}:
                 assert time.monotonic() < deadline, saver.peers
                 time.sleep(0.05)
             draft = work / f"draft-{rank}"
@@ -51,4 +52,4 @@ def main(rank: int, world: int, work: Path, addresses: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4].split(","))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4].split(","), sys.argv[5])
