@@ -6,6 +6,7 @@ In each round, processes hold (`Holder`), and others send the logs of ranks (`Lo
 killed with both, in the middle of it or when all is held; holders are killed alone, and started again; a bit is
 flipped in the memory of a holder. Then the chain is read from the holders that are left: all that they give must be
 what the logs have, up to a step that all ranks have, and it may be an error only if no start was whole.
+Rounds of `peers_saves` send saves instead of logs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import socket
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -52,18 +53,23 @@ STEPS = 5
 START = 4_000_000
 """The most bytes of the start of a log: some pieces."""
 SECONDS = 60.0
+Sending = Callable[[Path, Mapping[str, Any], int, int], None]
 SAMPLES = Path(__file__).parents[2] / "sample_checkpoints"
 
 
 def rounds(folder: Path, seed: int) -> Iterator[object]:
     """Rounds without end."""
+    import peers_saves
     from run import Round
 
-    logs = Logs.create(folder, seed)
+    logs, saves = Logs.create(folder, seed), peers_saves.Saves.create(folder, seed)
     for number in range(1 << 30):
-        way = ("running", "flipped", "restarted", "settled")[number % 4]
-        work = folder / f"round-{number}"
-        yield Round(way, partial(one_round, logs, work, seed * 1_000_003 + number, way))
+        way = ("running", "flipped", "restarted", "saves", "settled", "saves, flipped")[number % 6]
+        work, own_seed = folder / f"round-{number}", seed * 1_000_003 + number
+        if way.startswith("saves"):
+            yield Round(way, partial(peers_saves.one_round, saves, work, own_seed, way))
+        else:
+            yield Round(way, partial(one_round, logs, work, own_seed, way))
 
 
 @dataclass(frozen=True)
@@ -128,15 +134,9 @@ def read_all(path: Path) -> bytes:
 def one_round(logs: Logs, work: Path, seed: int, way: str) -> Mapping[str, int]:
     """One round. Returns what was seen."""
     draw = random.Random(seed)
-    count = draw.choice([3, 6, 6, 7])
-    schemes = [(k, m) for k in range(2, count) for m in range(1, min(count - k, 3) + 1)]
-    data, spares = draw.choice(schemes)
-    scheme = PeerScheme(data, spares)
-    jump = draw.randint(1, count // scheme.hosts)
     work.mkdir()
-    hosts = Hosts(logs, work, str(scheme), jump, count, draw.getrandbits(32))
-    text = f"seed {seed}: {way}, {scheme}, {count} hosts, jump {jump}"
-    seen = {str(way): 1}
+    hosts = Hosts.drawn(draw, work, partial(send, logs))
+    count, text, seen = len(hosts.addresses), f"seed {seed}: {way}, {hosts}", {str(way): 1}
     try:
         if way == "running":
             if draw.random() < 0.7:
@@ -147,21 +147,17 @@ def one_round(logs: Logs, work: Path, seed: int, way: str) -> Mapping[str, int]:
             if way == "restarted":
                 time.sleep(draw.uniform(0.0, 0.6))
                 hosts.restart(draw.randrange(count))
-            hosts.wait()
+            deadline = time.monotonic() + SECONDS
+            while not are_filled(logs, hosts.peers):
+                assert time.monotonic() < deadline, "not all is held"
+                time.sleep(0.1)
             was_whole = True
-        limit = spares - (way == "flipped")
-        groups = [
-            draw.sample(list(group), draw.choice([limit, draw.randint(0, limit)]))
-            for group in scheme.groups(count, jump)
-        ]
-        lost = sorted(host for group in groups for host in group)
-        hosts.kill(lost)
+        lost = hosts.lose(draw, hosts.peers.parsed.spares - (way == "flipped"))
         flipped = draw.choice([one for one in range(count) if one not in lost])
         if way == "flipped":
             hosts.flip(flipped)
-        left = [hosts.addresses[one] for one in range(count) if one not in lost]
         try:
-            path = open_peers(f"peers://{','.join(left)}/run.chain")
+            path = open_peers(hosts.url(lost))
             assert isinstance(path.store, PeersStore)
             step = logs.compare(path)
         except CkptError as error:
@@ -184,8 +180,9 @@ def one_round(logs: Logs, work: Path, seed: int, way: str) -> Mapping[str, int]:
 class Hosts:
     """Processes that hold, and processes that send: two for each host."""
 
-    def __init__(self, logs: Logs, work: Path, scheme: str, jump: int, count: int, seed: int) -> None:
-        self._logs, self._work = logs, work
+    def __init__(self, work: Path, scheme: str, jump: int, count: int, seed: int, sending: Sending) -> None:
+        """`sending`: sends what the ranks of a host have, until it is killed."""
+        self._work = work
         self._processes: dict[tuple[str, int], Any] = {}
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(["peers_parity"])
@@ -193,21 +190,40 @@ class Hosts:
         for host in range(count):
             self._start("hold", host, hold, (self.addresses[host], seed + host))
         fields = {"hosts": self.addresses, "scheme": scheme, "jump": jump, "run": "run.chain"}
-        self._peers = Peers(**fields)
+        self.peers = Peers(**fields)
         for host in range(count):
-            self._start("send", host, send, (logs, work, fields, host, seed))
+            self._start("send", host, sending, (work, fields, host, seed))
+
+    @classmethod
+    def drawn(cls, draw: random.Random, work: Path, sending: Sending) -> Hosts:
+        """Hosts with any scheme that so many can have."""
+        count = draw.choice([3, 6, 6, 7])
+        schemes = [(k, m) for k in range(2, count) for m in range(1, min(count - k, 3) + 1)]
+        scheme = PeerScheme(*draw.choice(schemes))
+        return cls(work, str(scheme), draw.randint(1, count // scheme.hosts), count, draw.getrandbits(32), sending)
+
+    def __str__(self) -> str:
+        return f"{self.peers.parsed}, {len(self.addresses)} hosts, jump {self.peers.jump}"
 
     def _start(self, what: str, host: int, function: Any, arguments: tuple[object, ...]) -> None:
         process = self._context.Process(target=function, args=arguments, daemon=True)
         process.start()
         self._processes[what, host] = process
 
-    def wait(self) -> None:
-        """Wait until all is held by all, as they say themselves."""
-        deadline = time.monotonic() + SECONDS
-        while not are_filled(self._logs, self._peers):
-            assert time.monotonic() < deadline, "not all is held"
-            time.sleep(0.1)
+    def lose(self, draw: random.Random, limit: int) -> list[int]:
+        """Kill up to so many hosts of each group. Returns which."""
+        groups = [
+            draw.sample(list(group), draw.choice([limit, draw.randint(0, limit)]))
+            for group in self.peers.parsed.groups(len(self.addresses), self.peers.jump)
+        ]
+        lost = sorted(host for group in groups for host in group)
+        self.kill(lost)
+        return lost
+
+    def url(self, lost: list[int]) -> str:
+        """The address of the run at the hosts that are left."""
+        left = [address for host, address in enumerate(self.addresses) if host not in lost]
+        return f"peers://{','.join(left)}/run.chain"
 
     def wait_for_start(self) -> None:
         """Wait until the start of all ranks is held, as rank 0 says."""
