@@ -302,7 +302,10 @@ def hold(address: str, seed: int) -> None:
             for buffer in one.values()
             for block in buffer._blocks.values()
         ]
-        parts = draw.choice([own for own in (held, sums) if own])
+        there = [own for own in (held, sums) if own]
+        if not there:  # a host of no rank may have no parity either
+            return
+        parts = draw.choice(there)
         part = draw.choice(parts)
         limit = len(part) if parts is held else min(len(part), 1 << 18)
         part[draw.randrange(limit)] ^= 1 << draw.randrange(8)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ckpt.holding.holder import HeldPieces, Holder
+from ckpt.holding.log_sender import LogSender
 from ckpt.holding.peers import HELD
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import (
@@ -35,6 +36,8 @@ from ckpt_formats.stores.peers_store import PeersStore, _newest_whole, open_peer
 from ckpt_formats.stores.piece_requests import HeldFile, PieceName, SentPiece
 from ckpt_formats.stores.wire import FrameKind
 from ckpt_formats.universal.chain import chain_file, folder, states
+from ckpt_formats.universal.chain.chain_file import ChainIndex
+from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.record import Kind
 from ckpt_formats.universal.gradients.segment import rank_file
 from ckpt_recorder import Bases, Peers, Recorder
@@ -390,6 +393,35 @@ def test_a_segment_that_was_freed_is_not_filled_again_beside_the_newer_one() -> 
     with pytest.raises(UnsupportedError, match="newer segment"):
         pieces.store(PIECE, bytearray(b"12345678"))
     assert list(pieces.run("run")) == ["newer"]
+
+
+def test_a_new_segment_has_room_beside_the_last_whole_one_after_writers_that_were_killed(
+    recorded: Held, tmp_path: Path
+) -> None:
+    nbytes = 300_000
+    host = Host.start(memory=5 * nbytes // 2)
+    peers = Peers([recorded.hosts[0].address, host.address], "copies:1", run="restarted")
+    (line,) = chain_file.load(recorded.chain / chain_file.NAME).segments
+    layout = layouts.load(recorded.chain / line.folder / layouts.NAME)
+    held = []
+    for number in range(4):  # the second one and the third are killed before their start is recorded
+        segment = tmp_path / "run.chain" / f"gradients-{number:010}"
+        segment.mkdir(parents=True)
+        (segment / layouts.NAME).write_bytes(layouts.dump(replace(layout, run=f"run-{number}")))
+        (segment / rank_file(0)).write_bytes(bytes([number]) * nbytes)
+        own = replace(line, folder=segment.name, run=f"run-{number}", step=None)
+        (tmp_path / "run.chain" / chain_file.NAME).write_bytes(chain_file.dump(ChainIndex((), (own,))))
+        is_killed = number in (1, 2)
+        sender = LogSender(peers, segment, 0, lambda address, text: None)
+        sender.advance(nbytes, Kind.NOTES if is_killed else Kind.FINGERPRINT, 0)
+        wait_until(
+            lambda sender=sender, is_whole=not is_killed: sender.is_whole == is_whole and sender.links[0].text == HELD
+        )
+        held.append(set(host.pieces.run("restarted")))
+        sender.abandon()
+    assert held[:3] == [{"run-0"}, {"run-0", "run-1"}, {"run-0", "run-2"}]
+    wait_until(lambda: set(host.pieces.run("restarted")) == {"run-3"})
+    host.holder.close()
 
 
 def test_the_segment_that_began_last_is_read_although_an_older_one_reaches_a_later_step(recorded: Held) -> None:
