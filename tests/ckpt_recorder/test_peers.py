@@ -395,6 +395,7 @@ def test_a_segment_that_was_freed_is_not_filled_again_beside_the_newer_one() -> 
     assert list(pieces.run("run")) == ["newer"]
 
 
+@pytest.mark.slow
 def test_a_new_segment_has_room_beside_the_last_whole_one_after_writers_that_were_killed(
     recorded: Held, tmp_path: Path
 ) -> None:

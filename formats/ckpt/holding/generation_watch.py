@@ -69,7 +69,7 @@ class GenerationWatch:
 
     def look(self) -> None:
         """Note whether a replay can begin with what is held: each rank's start, by all holders of it that answer."""
-        answers = self._asked(with_pieces=False)
+        answers = self._listed(with_pieces=False)
         ranks = range(self._generation.world)
         self.is_whole = all(self._is_start_held(rank, answers) for rank in ranks) and self._are_starts_added(
             self._generation.name, answers
@@ -77,7 +77,7 @@ class GenerationWatch:
         if not self.is_whole:
             self._make_room(answers)
 
-    def _asked(self, *, with_pieces: bool) -> Answers:
+    def _listed(self, *, with_pieces: bool) -> Answers:
         answers = dict[NetworkAddress, HolderAnswer]()
         for address in self._peers.addresses:
             if self._closed.is_set():
@@ -141,7 +141,7 @@ class GenerationWatch:
         if len(self._older_names(answers)) < 2:
             return
         if self._peers.sets:  # what is lost is in the lists of pieces alone
-            answers = self._asked(with_pieces=True)
+            answers = self._listed(with_pieces=True)
         older = [self._opened(name, answers) for name in self._older_names(answers)]
         whole = [one for one in older if one.store.is_whole]
         parts = [one for one in older if one not in whole]
@@ -174,7 +174,7 @@ class GenerationWatch:
         """Whether holders have a generation that is whole as often as the scheme says."""
         copies = [one.run[last.name] for one in answers.values() if last.name in one.run]
         mains = last.store.files_of_ranks.keys()
-        counts = Counter(file for one in copies for file, held in one.items() if held.starts or file not in mains)
+        counts = Counter(file for one in copies for file, part in one.items() if part.starts or file not in mains)
         if not self._peers.sets:
             return min(counts[file] for one in copies for file in one) >= self._peers.parsed.spares
         # Another number of ranks is another scheme.
