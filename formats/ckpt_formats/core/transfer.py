@@ -75,8 +75,14 @@ class Transfer:
             yield box, self.fetch(tensor, box)
 
     def chunks(self, tensor: Tensor) -> Iterator[memoryview]:
-        """All bytes of a tensor, in storage order. `turns` blocks are valid at a time."""
+        """All bytes of a tensor, in storage order. `turns` blocks are valid at a time, and the last small one besides.
+
+        So a caller may join small blocks between two large ones before the first of these is written.
+        """
         for box in self.boxes(tensor):
+            if box.size * tensor.dtype.itemsize <= _SMALL_NBYTES:
+                yield as_bytes(self.fetch(tensor, box, "chunks/small")).data
+                continue
             self._turn = (self._turn + 1) % self.turns
             yield as_bytes(self.fetch(tensor, box, f"chunks/{self._turn}")).data
 
