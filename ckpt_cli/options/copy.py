@@ -10,7 +10,6 @@ import click
 from ckpt_cli.options.command import dry_run
 from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.target import protecting
-from ckpt_formats.stores.location import is_url
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,10 +52,8 @@ def copied(function: F) -> F:
         protect: int | None,
         **arguments: Any,
     ) -> Any:
-        if protect is not None and (update or follow or is_url(click.get_current_context().params["target"])):
-            raise click.UsageError(
-                "--protect writes parity of a complete copy in the file system only: or run `ckpt protect URL`."
-            )
+        if protect is not None and (update or follow):
+            raise click.UsageError("--protect writes parity of a complete copy: leave out --update and --follow.")
         if (update or follow) and (everything or dry_run):
             raise click.UsageError("--update and --follow take neither --all nor --dry-run")
         given = Copied(everything, update or follow, every if follow else None, dry_run, protect)

@@ -13,7 +13,6 @@ from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.target import protecting
 from ckpt_cli.options.types import CheckpointPath, ShareType, numbers
 from ckpt_formats.core.arguments import Count, Increase
-from ckpt_formats.stores.location import is_url
 
 if TYPE_CHECKING:
     from ckpt.chains.write import DeltaPolicy
@@ -28,7 +27,6 @@ _DEFAULT = "balanced"
 """The preset if only a bound is given."""
 _BOUND = click.FloatRange(min=0, min_open=True)
 
-_ONLY_LOCAL = "--protect writes parity of a state in the file system only: `ckpt protect URL` does so in a bucket."
 
 _STEP = click.option("--step", type=numbers(Count), help="The step, if the checkpoint states none or another one.")
 
@@ -196,7 +194,6 @@ def append_options(command: F) -> F:
         protect: int | None,
         **arguments: Any,
     ) -> Any:
-        _refuse(protect is not None and is_url(click.get_current_context().params["chain"]), _ONLY_LOCAL)
         _refuse(partial is not None and not 0 < partial <= 1, "--partial is a share such as 25% or 0.25.")
         _refuse(partial is not None and dry_run, "--dry-run does not estimate what --partial takes.")
         policy = replace(policy, tip=tip, partial=partial)

@@ -244,11 +244,12 @@ overwriting = click.option(
 
 
 def _check_protected(target: str) -> None:
-    """Raise `UsageError` if parity cannot be written for a target: one in a store."""
+    """Raise `UsageError` if a target would be a single object in a store, which has no parity."""
+    from ckpt_formats.registry.endings import ENDINGS
     from ckpt_formats.stores.location import is_url
 
-    if is_url(target):
-        raise click.UsageError("--protect writes parity in the file system only: run `ckpt protect URL` afterwards.")
+    if is_url(target) and Path(target).suffix in ENDINGS:
+        raise click.UsageError("--protect in a store is for folders: this target would be a single object.")
 
 
 def target(default: str) -> Callable[[F], F]:

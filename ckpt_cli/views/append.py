@@ -19,10 +19,9 @@ from ckpt_cli.views import report
 from ckpt_cli.views.chain_log import accuracy, times
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.parity.blocks import has_parity
-from ckpt_formats.stores.location import target_path
+from ckpt_formats.stores.location import listed_again, target_path
 from ckpt_formats.universal import Universal
 
 
@@ -55,7 +54,7 @@ def append(chain: Path, source: Checkpoint, options: AppendOptions, resources: E
 
 def protect_member(chain: Path, result: AppendResult, options: AppendOptions, resources: Execution) -> None:
     """Write parity for a state that was appended, if the user wants it, or states of the chain have it in groups."""
-    if is_remote(chain) or (options.protect is None and not has_parity(chain)):
+    if options.protect is None and not has_parity(listed_again(chain)):
         return
     from ckpt_cli.views.protect import protect_states
 

@@ -14,7 +14,6 @@ from ckpt.pipeline import Execution
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import report
-from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import format_nbytes
 from ckpt_formats.parity.blocks import find_parity, has_parity, protected_folders
 from ckpt_formats.universal.chain import chain_file
@@ -31,7 +30,7 @@ _FATES = {
 
 def run(chain: Path, retention: Retention, policy: DeltaPolicy, resources: Execution, as_json: bool) -> None:
     """Compact a chain with a bar, and show what was done."""
-    again = None if is_remote(chain) else _drop_parity(chain, retention, policy, resources)
+    again = _drop_parity(chain, retention, policy, resources)
     with progress_bar("compacting") as progress:
         result = compact(chain, retention, policy, resources, progress)
     if again is not None:

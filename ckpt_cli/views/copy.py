@@ -11,12 +11,15 @@ from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import job, report
 from ckpt_formats.core.text import format_nbytes, printable
+from ckpt_formats.stores.location import is_url, source_path
 
 _MAX_ROWS = 20
 
 
 def run(work: Copy, protect: int | None, resources: Execution, as_json: bool) -> None:
     """Copy with a bar, and show what was written. `protect`: how many files parity of the copy shall replace."""
+    if protect is not None and is_url(str(work.target)) and source_path(work.source).is_file():
+        raise click.UsageError("--protect in a store is for folders: the copy would be a single object.")
     notes.note(*work.plan().notes)
     notes.flush()
     with progress_bar("copying") as progress:

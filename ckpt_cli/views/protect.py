@@ -16,7 +16,7 @@ from ckpt_cli.views.columns import show, table
 from ckpt_cli.views.report import conclude, data, error_lines, file_count
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.text import format_nbytes, list_names, printable
-from ckpt_formats.stores.location import local_path
+from ckpt_formats.stores.location import listed_again, target_path
 
 if TYPE_CHECKING:
     from ckpt.protection.damage import DamagedFile
@@ -223,7 +223,7 @@ def protect_states(
     """
     from ckpt.protection.members import losses_of_groups, protect_members
 
-    lose = losses_of_groups(chain) if lose is None else lose
+    lose = losses_of_groups(listed_again(chain)) if lose is None else lose
     if lose is None:
         place = printable(str(chain))
         notes.note(
@@ -243,7 +243,7 @@ def protect_all_states(path: str, options: ProtectOptions, dry_run: bool, resour
         raise click.UsageError(
             "--by state keeps parity in the chain, in groups of its own: leave --into and --jump out."
         )
-    chain, lose, anew = local_path(path), options.lose, options.overwrite
+    chain, lose, anew = target_path(path), options.lose, options.overwrite
     plan = plan_members(chain, lose, anew=anew)
     if plan.unfinished:
         notes.note(
@@ -264,4 +264,4 @@ def protect_all_states(path: str, options: ProtectOptions, dry_run: bool, resour
 
 def protect_target(target: Path, lose: int, resources: Execution) -> dict[str, Any]:
     """Protect what a command has just written; parity that it has copied is replaced. Returns the result as data."""
-    return protection_json(_run(plan_protect(target, lose, overwrite=True), resources))
+    return protection_json(_run(plan_protect(listed_again(target), lose, overwrite=True), resources))

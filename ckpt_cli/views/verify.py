@@ -22,7 +22,6 @@ from ckpt_cli.progress import doing, progress_bar
 from ckpt_cli.views import report
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, InvalidArgumentError, NotFoundError
-from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import counted, list_names, printable
 from ckpt_formats.core.zero_values import zero_notices
 from ckpt_formats.parity.blocks import protected_folders
@@ -42,10 +41,6 @@ def verify(
     called if the path is not a chain.
     """
     protected = [] if how.quick else protected_folders(path)
-    if protected and is_remote(path):
-        place = printable(str(path))
-        notes.note(f"its parity was not compared; this does so: ckpt repair {place} --dry-run")
-        protected = []
     if not protected:
         return _verify_files(path, open_checkpoint, resources, how, as_json)
     from ckpt_cli.views.protect import verify_parity

@@ -1,17 +1,24 @@
 """Parity in buckets: of a checkpoint there, or of one in a folder."""
 
+import json
 import multiprocessing
 import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import obstore
 import pytest
 
 import ckpt
 from ckpt.pipeline import Resources
+from ckpt.protection import members
+from ckpt_formats.core.checkpoint import Checkpoint, Origin
+from ckpt_formats.parity.blocks import find_parity
+from ckpt_formats.stores.location import source_path
 from damage import BROKEN, SAMPLES
 from damage import ckpt as command
+from held import checkpoint, parameter
 from object_stores import BUCKET, StoreServer, killing, start
 from protect_campaign import contents_of, fill
 
@@ -165,3 +172,73 @@ def test_a_lost_object_of_a_chain_in_a_bucket_is_repaired(user: StoreServer) -> 
     repaired = command("repair", PLACE)
     assert repaired.code == 0, repaired.err
     assert objects_below(user, "run") == whole
+
+
+CHAIN = f"s3://{BUCKET}/run.chain"
+
+
+def state(step: int) -> Checkpoint:
+    values = np.random.default_rng(step).standard_normal(3000).astype(np.float32)
+    return checkpoint([parameter("w", {"master": values}, step=step)], origin=Origin("held", None, step))
+
+
+@pytest.mark.slow
+def test_states_of_a_chain_in_a_bucket_share_parity_in_groups(
+    user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "GROUP", 2)
+
+    def damaged() -> list[str]:
+        return sorted({Path(str(one.path)).name for one in ckpt.repair(CHAIN, dry_run=True, resources=TWO).damaged})
+
+    for step in range(1, 5):
+        ckpt.save(state(step), tmp_path / str(step))
+        before = objects_below(user, "run.chain/.ckpt-parity")
+        options = ("--protect", 1) if step == 1 else ()
+        assert command("append", CHAIN, tmp_path / str(step), "--base-every", 1, *options).code == 0
+        assert damaged() == []
+    whole = objects_below(user, "run.chain")
+    assert {name.partition("/")[2] for name in before} >= {"group-000", "group-001"}
+    lost = [name for name in whole if name.startswith(("step-0000000002/", "step-0000000003/"))]
+    for name in lost:
+        obstore.delete(user.client, f"run.chain/{name}")
+    verified = command("verify", CHAIN, "--json")
+    assert (verified.code, len(json.loads(verified.out)["parity"]["damaged"])) == (BROKEN, len(lost))
+    assert command("repair", CHAIN).code == 0
+    assert objects_below(user, "run.chain") == whole
+
+    for name, data in before.items():  # as an append leaves it that is killed before it puts the manifest
+        if name.endswith("manifest"):
+            obstore.put(user.client, f"run.chain/.ckpt-parity/{name}", data)
+    assert command("protect", CHAIN, "--by", "state", "--lose", 1).code == 0
+    assert objects_below(user, "run.chain") == whole
+
+    assert command("compact", CHAIN, "--keep", "3,4").code == 0  # the first group ends, and others get its number
+    assert damaged() == []
+    names = {name.partition("/")[0] for name in find_parity(source_path(CHAIN)).manifest.lengths}
+    assert names == {"step-0000000003", "step-0000000004"}
+    assert command("verify", CHAIN).code == 0
+
+
+@pytest.mark.slow
+def test_commands_protect_what_they_write_into_a_bucket(user: StoreServer, tmp_path: Path) -> None:
+    for arguments in (
+        ("convert", SAMPLES / "deepspeed-0.19-zero1-bf16-dp2", f"s3://{BUCKET}/a"),
+        ("copy", f"s3://{BUCKET}/a", f"s3://{BUCKET}/b"),
+        ("append", f"s3://{BUCKET}/d.family", f"s3://{BUCKET}/a", "--family"),
+    ):
+        done = command(*arguments, "--protect", 1)
+        assert done.code == 0, done.err
+        target = arguments[1] if arguments[0] == "append" else arguments[2]
+        verified = json.loads(command("verify", target, "--json").out)
+        assert (verified["ok"], verified["parity"]["ok"]) == (True, True)
+        assert verified["parity"]["nbytes"] > 0
+    for arguments in (
+        ("convert", f"s3://{BUCKET}/a", f"s3://{BUCKET}/c.safetensors"),
+        ("copy", tmp_path / "one.ucp", f"s3://{BUCKET}/c"),
+    ):
+        (tmp_path / "one.ucp").touch()
+        refused = command(*arguments, "--protect", 1)
+        assert (refused.code, "single object" in refused.err) == (2, True)
+    user.put("c", tmp_path / "one.ucp")
+    assert "single object" in command("protect", f"s3://{BUCKET}/c").err

@@ -7,9 +7,11 @@ from pathlib import Path
 from ckpt.protection.protect import is_protected
 from ckpt_formats.core.errors import CkptError, CorruptError
 from ckpt_formats.core.folders import below
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import printable
 from ckpt_formats.parity.blocks import has_parity
 from ckpt_formats.parity.manifest import Domain, ProtectedFile
+from ckpt_formats.stores.location import place_at
 from ckpt_formats.universal.chain import folder
 from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, SharedPacks
 from ckpt_formats.universal.gradients import layout as layouts
@@ -73,7 +75,12 @@ def parts_of_chain(run: Path, chain: ChainIndex) -> tuple[list[ChainPart], list[
 
 
 def has_ended(run: Path, logged: LoggedSteps) -> bool:
-    """Whether no run writes a segment any more: the list says so, or each rank has closed its log."""
+    """Whether no run writes a segment any more: the list says so, or each rank has closed its log.
+
+    A copy in a store that follows a run has its files in parts, which are objects that come and go.
+    """
+    if is_remote(run) and any(".part-" in key for key in place_at(run / logged.folder).list()):
+        return False
     if logged.step is not None:
         return True
     from ckpt_formats.universal.chain.states import open_steps  # most chains have no log

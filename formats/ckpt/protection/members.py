@@ -6,7 +6,6 @@ appended is added to the parities of its group, which are sums; what is in the g
 Segments that have ended are like states, and so are packs of removed states in which states of others lie.
 """
 
-import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +23,13 @@ from ckpt.protection.protect import (
     check_no_link,
     locked,
     plan_protect,
+    remove_parity,
     run_protect,
 )
 from ckpt_formats.core.errors import CkptError, CorruptError, OutputError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.identity import Identity
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.parity.blocks import (
     ProtectedFolder,
@@ -46,6 +47,7 @@ from ckpt_formats.parity.manifest import (
     DomainGroup,
     ParityManifest,
 )
+from ckpt_formats.stores.location import listed_again
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.chain_file import LoggedSteps
@@ -153,7 +155,7 @@ def protect_members(
     """Write parity for states and segments of a chain that have none, and drop that of those that it has no longer.
 
     Args:
-        run: The folder of the chain.
+        run: The folder of the chain, or its path in a store.
         lose: How many files of a state may be lost, or how many states of a group.
         folders: The folders of the states and segments; None: of all. Those after the last one in a group count, too.
         without: The folders that will be removed or cut: their parity is dropped as long as they can be read.
@@ -165,6 +167,7 @@ def protect_members(
         LockedError: Another process writes parity of the chain, or repairs it.
     """
     with locked(parity_folder(run)):
+        run = listed_again(run)
         plan = plan_members(run, lose, folders, without=without, anew=anew)
         for logged in plan.segments:
             check_segment(run, logged)
@@ -174,22 +177,15 @@ def protect_members(
             run_protect(plan.groups, resources=resources, progress=progress, is_locked=True)
         elif has_parity(run):
             # A run that was killed after it had published may have left the groups before.
-            shutil.rmtree(plan.base.with_name(plan.base.name + PARTIAL), ignore_errors=True)
+            if not is_remote(run):
+                shutil.rmtree(plan.base.with_name(plan.base.name + PARTIAL), ignore_errors=True)
             if plan.is_empty:
-                _remove(plan.base)
+                remove_parity(plan.base)
         for name in without:
             # The files of a removed state go with its parity; those of a segment may be cut.
             if chain_file.SEGMENT_FOLDER.fullmatch(name) and has_parity(run / name):
-                _remove(parity_folder(run / name))
+                remove_parity(parity_folder(run / name))
     return plan.summary
-
-
-def _remove(base: Path) -> None:
-    """Remove a folder with parity, so that it is there as a whole or not at all."""
-    aside = base.with_name(base.name + PARTIAL)
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(base, aside)
-    shutil.rmtree(aside)
 
 
 def states_written_anew(parity: ProtectedFolder, only_newer: bool = False) -> frozenset[str]:

@@ -33,12 +33,14 @@ from ckpt_formats.core.errors import (
     InvalidArgumentError,
     NotFoundError,
     OutputError,
+    UnsupportedError,
 )
-from ckpt_formats.core.files import write_at
+from ckpt_formats.core.files import Reader, write_at
 from ckpt_formats.core.folders import below
 from ckpt_formats.core.identity import Identity, check_unchanged
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.own_folder import make_own
+from ckpt_formats.core.place import ObjectEntry, Place
 from ckpt_formats.core.publish import RenameError, exchange, flush, flush_all, rename_new
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import PARTIAL, printable
@@ -55,6 +57,7 @@ from ckpt_formats.parity.blocks import (
 from ckpt_formats.parity.code import MAX_BLOCKS, MAX_LOST
 from ckpt_formats.parity.copies import manifest_copies
 from ckpt_formats.parity.manifest import (
+    BLOCK_NBYTES,
     FOLDER,
     HASH_NBYTES,
     NAME,
@@ -164,6 +167,9 @@ def plan_protect(
 ) -> ProtectPlan:
     """What `protect` would do. No file is read. Raises as `protect`."""
     given = target_path(path)
+    if is_remote(given) and given.is_file():
+        hint = "Protect the folder with it, or a copy in the file system."
+        raise UnsupportedError("is a single object: in a store, folders have parity", where=given, hint=hint)
     root = given.parent if given.is_file() else given
     if not root.is_dir():
         raise NotFoundError("is not a folder" if root.exists() else "there is nothing here", where=root)
@@ -249,6 +255,7 @@ def protect(
     Raises:
         OutputError: There is parity already, or it cannot be written.
         NotFoundError: There is no folder with files.
+        UnsupportedError: A URL names a single object.
         CorruptError: A file changed meanwhile.
         LockedError: Another process protects or repairs the folder.
     """
@@ -531,8 +538,23 @@ def _carry(work: _Work, group: int) -> bool:
                 folder.hashes.note(group, column, stripe, earlier.folder.hashes.of(number, column, stripe))
     if is_same:
         for old, new in zip(earlier.folder.places, folder.places, strict=True):
-            _link(parity_file(old, number), parity_file(new, group))
+            if not is_remote(old):
+                _link(parity_file(old, number), parity_file(new, group))
+            elif group != number:  # objects that keep their names stay
+                _download(parity_file(old, number), parity_file(new, group))
     return is_same
+
+
+def _download(old: Path, new: Path) -> None:
+    """Copy an object to a file; one that is missing stays so, as in `_link`."""
+    if not old.is_file():
+        return
+    block = np.empty(BLOCK_NBYTES, np.uint8)
+    with Reader(check=False) as reader, new.open("wb") as file:
+        for offset in range(0, nbytes := old.stat().st_size, BLOCK_NBYTES):
+            part = block[: nbytes - offset]
+            reader.read_into(old, offset, part.data)
+            file.write(part.data)
 
 
 def _link(old: Path, new: Path) -> None:
@@ -625,7 +647,9 @@ def _publish(work: _Work) -> None:
     for folder in work.elsewhere.values():
         if folder.parent == work.folder:
             shutil.rmtree(folder)
-    if is_remote(own):
+    if is_remote(own) and plan.earlier is not None:
+        _upload_changed(work.folder, plan.folder)
+    elif is_remote(own):
         _upload(work.folder, own)
     else:
         flush(work.folder)
@@ -657,17 +681,50 @@ def _upload(folder: Path, base: Path) -> None:
 
     What was there before is removed, its manifest first: no store exchanges several objects at once.
     """
-    place = place_at(base)
-    place.delete([NAME])
-    place.delete(list(place.list()))
+    remove_parity(base)
     files = [path for path in folder.rglob("*") if path.is_file()]
     for path in sorted(files, key=lambda path: (path == folder / NAME, path.name != NAME, path)):
+        _put(place_at(base), path.relative_to(folder).as_posix(), path, None)
+
+
+def _upload_changed(folder: Path, new: ProtectedFolder) -> None:
+    """Put groups that have changed into a store, then the manifest, its own copy last.
+
+    Until the manifest is there, the parities of these groups do not fit the earlier one; the next run computes them.
+    """
+    place = place_at(new.base)
+    there = place.list()
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: (path.name == NAME, path == folder / NAME, path)):
         key = path.relative_to(folder).as_posix()
-        try:
-            place.create_from(key, path, lambda: None)
-        except FileExistsError:
-            hint = "Run the command again when no other process writes there."
-            raise CorruptError("was written by another process", where=place.where(key), hint=hint) from None
+        _put(place, key, path, there.get(key))
+    needed = {
+        *new.copies,
+        *(parity_file(one, group) for one in new.places for group in range(len(new.manifest.groups))),
+    }
+    place.delete(there.keys() - {path.relative_to(new.base).as_posix() for path in needed})
+
+
+def _put(place: Place, key: str, path: Path, there: ObjectEntry | None) -> None:
+    """Put a file into a store, in the place of what a listing shows there. Raises `CorruptError`."""
+    try:
+        place.replace_from(key, path, there)
+    except FileExistsError:
+        hint = "Run the command again when no other process writes there."
+        raise CorruptError("was written by another process", where=place.where(key), hint=hint) from None
+
+
+def remove_parity(base: Path) -> None:
+    """Remove a folder with parity, so that it is there as a whole or not at all."""
+    if is_remote(base):
+        place = place_at(base)
+        place.delete([NAME])
+        place.delete(list(place.list()))
+        return
+    aside = base.with_name(base.name + PARTIAL)
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(base, aside)
+    shutil.rmtree(aside)
 
 
 def _write_whole(path: Path, data: bytes) -> None:
