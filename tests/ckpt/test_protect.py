@@ -19,7 +19,9 @@ from safetensors.numpy import save_file
 
 import ckpt
 from ckpt.pipeline import Resources
+from ckpt.protection.protect import locked
 from ckpt_formats.core import publish
+from ckpt_formats.core.errors import LockedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.tensor import read
@@ -148,6 +150,13 @@ def test_tensors_of_lost_ranges_are_named(tmp_path: Path) -> None:
     result = ckpt.repair(tmp_path / "hf", resources=TWO)
     assert len(result.unrepairable) == 2
     assert result.lost_tensors
+
+    file = tmp_path / "alone.safetensors"
+    save_file({name: np.zeros((3, 1 << 20), np.uint8) for name in "abc"}, file)
+    ckpt.protect(file, 1, resources=TWO)
+    for mebibyte in (4, 5):  # the middle of b
+        flip(file, mebibyte << 20)
+    assert ckpt.repair(file, resources=TWO).lost_tensors == ("b",)
 
 
 def test_files_of_a_node_are_one_domain(tmp_path: Path) -> None:
@@ -332,9 +341,12 @@ def test_protect_and_repair_refuse_what_they_cannot_do(run: Path, tmp_path: Path
         (("protect", ZERO1, "--into", "hf://organisation/model"), 22, "does not write to the Hugging Face Hub"),
         (("protect", ZERO1, "--jump", 99), 2, "jump=99"),
         (("repair", ZERO1), NOT_FOUND, "ckpt protect"),
+        (("repair", run, "--parity", "hf://organisation/model"), 22, "does not write to the Hugging Face Hub"),
     ]:
         done = command(*arguments)
         assert (done.code, text in done.err) == (code, True), done.err
+    with locked(run / ".ckpt-parity"), pytest.raises(LockedError):
+        ckpt.repair(run, resources=TWO)
 
 
 def test_parity_of_a_file_says_nothing_of_other_files(tmp_path: Path) -> None:
@@ -435,8 +447,11 @@ def test_repair_leaves_no_block_beside_a_file_that_parity_computes(tmp_path: Pat
     assert contents_of(root).keys() == whole.keys() - {*"abc"}
 
     (root / ".b.ckpt-repaired").write_bytes(whole["b"])  # with which parity computes the others
+    (tmp_path / "outside").write_bytes(b"no block")
+    (root / ".a.ckpt-repaired").symlink_to(tmp_path / "outside")
     assert not ckpt.repair(root, resources=TWO).unrepairable
     assert contents_of(root) == whole
+    assert (tmp_path / "outside").read_bytes() == b"no block"
 
 
 def test_repair_replaces_no_file_that_is_written_meanwhile(tmp_path: Path) -> None:

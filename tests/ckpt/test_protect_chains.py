@@ -17,7 +17,7 @@ from ckpt.protection import members
 from ckpt.protection.members import protect_members
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.files import Reader
-from ckpt_formats.parity.blocks import find_parity, has_parity
+from ckpt_formats.parity.blocks import find_parity, has_parity, manifest_copies, parity_folder
 from ckpt_formats.universal.chain import chain_file
 from damage import BROKEN
 from damage import ckpt as command
@@ -106,6 +106,10 @@ def test_compact_leaves_parity_of_the_states_that_stay(chain: Path) -> None:
     shutil.rmtree(chain / "step-0000000004")
     assert command("repair", chain).code == 0
     assert contents_of(chain) == whole
+
+    next(one for one in manifest_copies([parity_folder(chain)]) if one.is_file()).unlink()
+    protect_members(chain, 2, without=names, resources=ONE)
+    assert not parity_folder(chain).exists()
 
 
 @pytest.mark.slow
