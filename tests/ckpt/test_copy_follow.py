@@ -166,8 +166,13 @@ def test_copy_follows_a_chain_that_is_compacted_twice_between_two_looks(user: St
         if len(looks) == 1:  # step 3 becomes a delta of step 1, then a base
             for keep in ("1,3,4", "3,4"):
                 library.Chain(run).compact(library.Retention((keep,)))
+            killed = next((run / "step-0000000003.2").rglob("*.safetensors")).relative_to(run).as_posix()
+            obstore.put(user.client, f"a/run.chain/{killed}", b"what another copy had put before it was killed")
             return
         assert ckpt("diff", THERE, run).code == 0
+        assert {key.split("/")[2] for key in keys(user)} - {".ckpt"} == {one.name for one in run.iterdir()} - {
+            "chain.lock"
+        }
         if len(looks) == 2:  # no state is ever written again in its folder
             pack = next((run / "step-0000000004").rglob("*.safetensors"))
             pack.write_bytes(pack.read_bytes()[::-1])
