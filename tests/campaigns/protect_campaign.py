@@ -27,9 +27,9 @@ from ckpt.protection.damage import find_damage
 from ckpt.protection.members import protect_members
 from ckpt.protection.protect import REPAIRED
 from ckpt_formats.core.checkpoint import Origin
+from ckpt_formats.core.folders import PARITY
 from ckpt_formats.parity.blocks import find_parity
 from ckpt_formats.parity.code import multiply, parity_matrix, recovery_matrix
-from ckpt_formats.parity.manifest import FOLDER
 from held import checkpoint, parameter
 from killing import killed, points
 from run import Round, alternated
@@ -247,16 +247,16 @@ class Kills:
         self._fresh()
         seen: Counter[str] = Counter()
         for _ in range(generator.choice((1, 1, 2))):
-            if os.path.lexists(self._root / FOLDER):
+            if os.path.lexists(self._root / PARITY):
                 break
             killed(work, self._root.parent, generator.randrange(count))
             assert {name: (self._root / name).read_bytes() for name in self._contents} == self._contents
-            if os.path.lexists(self._root / FOLDER):
+            if os.path.lexists(self._root / PARITY):
                 assert find_damage(find_parity(self._root), RESOURCES).is_whole
                 seen["whole"] += 1
             else:
                 seen["absent"] += 1
-        if not os.path.lexists(self._root / FOLDER):
+        if not os.path.lexists(self._root / PARITY):
             self._protect(elsewhere)
         after = contents_of(self._root.parent)
         after.pop("run/.ckpt-parity.lock", None)

@@ -8,8 +8,9 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckpt
+from ckpt.pipeline.removal import delete_beside
 from ckpt_cli.main import USAGE
-from damage import OUTPUT, SAMPLES
+from damage import NOT_FOUND, OUTPUT, SAMPLES
 from damage import ckpt as command
 from killing import killed, points, spread
 from object_stores import StoreServer
@@ -55,12 +56,28 @@ def test_overwrite_replaces_the_current_folder(tmp_path: Path, monkeypatch: pyte
     assert "the current folder was removed or replaced" in again.err
 
 
-def test_overwrite_removes_the_checksums_of_the_old_file(tmp_path: Path) -> None:
-    target = tmp_path / "out.safetensors"
-    assert command("convert", source(tmp_path, 1.0), target, "--seal").code == 0
+def test_overwrite_removes_the_checksums_and_the_parity_of_the_old_file(tmp_path: Path) -> None:
+    target, parity = tmp_path / "out.safetensors", tmp_path / ".out.safetensors.ckpt-parity"
+    assert command("convert", source(tmp_path, 1.0), target, "--seal", "--protect", 1).code == 0
+    assert parity.is_dir()
     ckpt.save(ckpt.open(source(tmp_path, 2.0)), target, overwrite=True)
     assert command("verify", target).code == 0
     assert not (tmp_path / "out.safetensors.ckpt-seal").exists()
+    assert command("repair", target).code == NOT_FOUND  # it would set back what fits no hash of the old file
+    assert value_of(target) == 2.0
+
+
+def test_what_is_of_a_file_that_is_gone_is_not_taken_for_the_seal_or_parity_of_another(tmp_path: Path) -> None:
+    target, copied = tmp_path / "out.safetensors", tmp_path / "copied.safetensors"
+    for option in ("--seal", "--protect=1"):
+        assert command("convert", source(tmp_path, 1.0), target, option).code == 0
+        ckpt.save(ckpt.open(source(tmp_path, 2.0)), copied)
+        target.unlink()
+        for name, path in (("convert", source(tmp_path, 2.0)), ("copy", copied)):
+            refused = command(name, path, target)
+            assert (refused.code, "a file out.safetensors that is gone" in refused.err) == (OUTPUT, True)
+        copied.unlink()
+        delete_beside(target)
 
 
 @pytest.mark.parametrize("name", ["home", "run", "notes.txt", "link"])

@@ -155,14 +155,22 @@ def test_prune_keeps_the_parents_of_a_delta_that_stays(tmp_path: Path, server: S
         assert names(result.removed) == ["step-0"]
 
 
-def test_prune_removes_single_files_of_a_run(tmp_path: Path) -> None:
+def test_prune_removes_single_files_of_a_run(tmp_path: Path, server: StoreServer, user: object) -> None:
     for step in (10, 20, 30):
         path = tmp_path / f"epoch=0-step={step}.safetensors"
         save_file({"w": np.full(3, step, np.float32)}, path)
+        if step != 10:  # what is beside a file goes with it
+            ckpt.seal(path)
+            ckpt.protect(path, 1)
         os.utime(path, (NOON, NOON))
-    removed = names(ckpt.runs.prune(tmp_path, "last:1").removed)
-    assert removed == ["epoch=0-step=20.safetensors", "epoch=0-step=10.safetensors"]
-    assert [path.name for path in tmp_path.iterdir()] == ["epoch=0-step=30.safetensors"]
+    url = server.put("run", tmp_path)
+    for run in (tmp_path, url):
+        removed = names(ckpt.runs.prune(run, "last:1", unchanged_for=0).removed)
+        assert removed == ["epoch=0-step=20.safetensors", "epoch=0-step=10.safetensors"]
+    last = "epoch=0-step=30.safetensors"
+    objects = {meta["path"].split("/")[1] for page in obstore.list(server.client, "run/") for meta in page}
+    left = {path.name for path in tmp_path.iterdir()}
+    assert objects == left == {last, f"{last}.ckpt-seal", f".{last}.ckpt-parity"}
 
 
 def test_prune_in_a_bucket_removes_the_objects_of_a_checkpoint(run: Path, server: StoreServer, user: object) -> None:

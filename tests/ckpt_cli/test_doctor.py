@@ -16,7 +16,7 @@ from ckpt.doctor.examination import LOCAL_FILE_SYSTEMS
 from ckpt.doctor.file_system import find_kind
 from ckpt.doctor.packages import NEEDED, OPTIONAL
 from ckpt_cli.commands.doctor import UNFIT
-from ckpt_formats.parity.manifest import FOLDER
+from ckpt_formats.core.folders import PARITY
 from damage import SAMPLES, ckpt
 
 ROOT = Path(__file__).parents[2]
@@ -195,12 +195,12 @@ def test_doctor_says_which_parity_does_not_fit_its_files(tmp_path: Path) -> None
     os.utime(largest, ns=(10**18,) * 2)
     (run / "latest").unlink()
     (run / "notes.txt").write_text("new")
-    (run / FOLDER / "1" / "group-000").write_bytes(b"")
+    (run / PARITY / "1" / "group-000").write_bytes(b"")
     [now], named = of_parity(run)
     assert not now["fits"]
     assert now["changed"] == sorted(["latest", largest.relative_to(run).as_posix()])
     assert now["unprotected"] == ["notes.txt"]
-    assert now["damaged_parity"] == [str(run / FOLDER / "1" / "group-000")]
+    assert now["damaged_parity"] == [str(run / PARITY / "1" / "group-000")]
     fixes = "\n".join(named.values())
     assert (
         f"ckpt repair '{run}' --dry-run; if you changed it on purpose, ckpt protect '{run}' --lose 2 --by node:1"

@@ -13,6 +13,7 @@ from ckpt.copying.selection import ChosenFile, ChosenFiles, select
 from ckpt.copying.verbatim import Verbatim
 from ckpt.job import AnyProgress, count_to
 from ckpt.pipeline import Execution, Resources, Result
+from ckpt.pipeline.checks import check_nothing_beside
 from ckpt.pipeline.targets import check_target
 from ckpt_formats.core.arguments import Checked, StrPath
 from ckpt_formats.core.claims import MAX_LIST
@@ -116,6 +117,7 @@ class Copy(Checked):
     @cached_property
     def _plan(self) -> Plan:
         check_target(self._target, self._selection.source.path)
+        check_nothing_beside(self._target, is_sealed=self._seal is not None)
         self._selection.check_parents(self._target)
         return self._format.plan(self._selection.source)
 

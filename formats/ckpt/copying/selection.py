@@ -13,7 +13,7 @@ from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import CkptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import read_whole
-from ckpt_formats.core.folders import below, is_harmless
+from ckpt_formats.core.folders import PARITY, below, is_harmless
 from ckpt_formats.core.format import ReadOptions, identified
 from ckpt_formats.core.identity import Identities, Identity, unrecorded
 from ckpt_formats.core.notices import Notice, Weight
@@ -21,7 +21,6 @@ from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.store_path import relative_path
 from ckpt_formats.core.text import printable
 from ckpt_formats.parity.blocks import find_parity
-from ckpt_formats.parity.manifest import FOLDER as PARITY
 from ckpt_formats.registry import FORMATS
 from ckpt_formats.registry.listed import is_mark
 from ckpt_formats.registry.location import locate

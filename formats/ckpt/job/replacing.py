@@ -9,14 +9,13 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckpt.pipeline.removal import delete, path_beside
+from ckpt.pipeline.removal import delete, delete_beside, path_beside
 from ckpt.pipeline.target import inside
 from ckpt_formats.core.errors import CkptError, OutputError, UnsupportedError
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import exchange, flush
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.registry.location import checkpoints_in, detect
-from ckpt_formats.registry.seal_places import place_of_file
 
 
 def check_replaceable(target: Path, inputs: Iterable[Path]) -> None:
@@ -62,7 +61,7 @@ def replace_target(target: Path) -> None:
     """Let what was written beside a target take its name, and delete what had it before. Raises `OutputError`."""
     new = path_beside(target)
     try:
-        place_of_file(target).unlink(missing_ok=True)  # its checksums are of the old one
+        delete_beside(target)  # what is there is of the old one
         exchange(new, target)
         flush(target.parent)
         delete(new)

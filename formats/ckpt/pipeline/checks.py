@@ -1,22 +1,26 @@
 """What is checked before a target is written, and what names its job; and the errors of a job that fails."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from ckpt.pipeline.targets import check_target
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
-from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import CorruptError, IncompleteError, OutputError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.fingerprint import fingerprint
+from ckpt_formats.core.folders import parity_of_file
 from ckpt_formats.core.format import FilePlan, Plan, WritableFormat
 from ckpt_formats.core.header_problems import missing_blocks
 from ckpt_formats.core.identity import Identities, Identity
 from ckpt_formats.core.seal_checks import ListedSeals, SealChecks
 from ckpt_formats.core.seals import Seal
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.version import WRITTEN_BY
 from ckpt_formats.registry.plugins import blamed_on_package, returned
+from ckpt_formats.registry.seal_places import place_of_file
 
 
 def plan(source: Checkpoint, target: Path, format: WritableFormat) -> Plan:
@@ -26,6 +30,7 @@ def plan(source: Checkpoint, target: Path, format: WritableFormat) -> Plan:
     inputs = (path for edit in source.history for path in edit.inputs())
     for path in (source.path, *(one.path for one in format.inputs()), *inputs):
         check_target(target, path)
+    check_nothing_beside(target)
     roles = {parameter.role for parameter in source.parameters.values()}
     if format.needs_model and roles == {"extra"}:
         raise UnsupportedError(
@@ -35,6 +40,22 @@ def plan(source: Checkpoint, target: Path, format: WritableFormat) -> Plan:
         )
     with blamed_on_package(format):
         return returned(format.plan(source), Plan)
+
+
+def check_nothing_beside(target: Path, is_sealed: bool = False) -> None:
+    """Raise `OutputError` if a seal file or parity of a file that is gone lies beside a target in a file system.
+
+    The new file would be called damaged, and `repair` would set it back, block by block. `is_sealed`: the job itself
+    writes the seal file first.
+    """
+    own = (parity_of_file(target),) if is_sealed else (place_of_file(target), parity_of_file(target))
+    for place in () if is_remote(target) else own:
+        if os.path.lexists(place):
+            raise OutputError(
+                f"is of a file {printable(target.name)} that is gone, and would call another one damaged",
+                where=place,
+                hint="Remove it, or choose another target.",
+            )
 
 
 def identities_of(source: Checkpoint, format: WritableFormat) -> Identities:

@@ -6,6 +6,7 @@ NAME` and the next removal in the same folder finish both.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -14,13 +15,14 @@ from pathlib import Path
 from ckpt.pipeline.job_note import JobNote
 from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import OutputError
-from ckpt_formats.core.folders import entries_of
+from ckpt_formats.core.folders import entries_of, parity_of_file
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.place import Place
 from ckpt_formats.core.publish import flush, rename_new
 from ckpt_formats.core.store_path import StorePath, is_remote
 from ckpt_formats.core.text import NEW, REMOVED, STAGED
 from ckpt_formats.registry.listed import is_mark
+from ckpt_formats.registry.seal_places import place_of_file
 from ckpt_formats.stores.location import place_at
 
 _JOB, _REMOVAL = f"{STAGED}/job", f"{STAGED}/removal"
@@ -37,6 +39,7 @@ def remove_checkpoint(path: Path) -> None:
             delete(aside)
             rename_new(path, aside)
             flush(path.parent)
+            delete_beside(path)
             delete(aside)
     except OSError as error:
         raise unwritable(error, path) from error
@@ -66,6 +69,8 @@ def finish_removal(path: Path) -> tuple[int, int]:
         if is_remote(path):
             return _finish_in_store(path)
         files = nbytes = 0
+        if os.path.lexists(set_aside_path(path)) and not os.path.lexists(path):
+            delete_beside(path)
         for left in (set_aside_path(path), path_beside(path)):
             own = [left] if left.is_file() else [one for one in left.rglob("*") if one.is_file()]
             files, nbytes = files + len(own), nbytes + sum(one.lstat().st_size for one in own)
@@ -92,10 +97,21 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def delete_beside(path: Path) -> None:
+    """Delete what lies beside a single file and is of its bytes alone: its seal file and its parity, if there are any.
+
+    Another file of this name would be called damaged because of them, and a repair would set it back.
+    """
+    for own in (place_of_file(path), parity_of_file(path)):
+        delete(own)
+
+
 def _remove_from_store(path: StorePath) -> None:
     place = place_at(path)
     if path.is_file():
-        place_at(path.parent).delete([path.name])
+        parity = place_at(parity_of_file(path))
+        place_at(path.parent).delete([path.name, place_of_file(path).name])
+        parity.delete(parity.list())
         return
     objects = {name: one.e_tag for name, one in place.list().items() if not name.startswith(f"{STAGED}/")}
     note = JobNote.of(_NO_JOB, path, path, _NO_JOB, list(objects), None)

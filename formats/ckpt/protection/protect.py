@@ -36,7 +36,7 @@ from ckpt_formats.core.errors import (
     UnsupportedError,
 )
 from ckpt_formats.core.files import Reader, write_at
-from ckpt_formats.core.folders import below
+from ckpt_formats.core.folders import PARITY, below
 from ckpt_formats.core.identity import Identity, check_unchanged
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.own_folder import make_own
@@ -58,7 +58,6 @@ from ckpt_formats.parity.code import MAX_BLOCKS, MAX_LOST
 from ckpt_formats.parity.copies import manifest_copies
 from ckpt_formats.parity.manifest import (
     BLOCK_NBYTES,
-    FOLDER,
     HASH_NBYTES,
     NAME,
     BlockHashes,
@@ -304,7 +303,7 @@ def run_protect(
 def is_protected(name: str) -> bool:
     """Whether a file below a folder is one of the checkpoint's, not of its parity or of a repair."""
     parts = name.split("/")
-    return not any(part.endswith(FOLDER) for part in parts) and not parts[-1].endswith((FOLDER + _LOCK, REPAIRED))
+    return not any(part.endswith(PARITY) for part in parts) and not parts[-1].endswith((PARITY + _LOCK, REPAIRED))
 
 
 def _check_unchanged(plan: ProtectPlan) -> None:

@@ -31,6 +31,7 @@ from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import Checked, Count, StrPath, checked
 from ckpt_formats.core.errors import CkptError, CorruptError, OutputError, UnsafeError
 from ckpt_formats.core.files import write_at
+from ckpt_formats.core.folders import hidden_name
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.place import ObjectEntry
@@ -46,7 +47,7 @@ from ckpt_formats.parity.blocks import (
     parity_file,
     recover,
 )
-from ckpt_formats.parity.manifest import MAX_NBYTES, NAME, hidden_name
+from ckpt_formats.parity.manifest import MAX_NBYTES, NAME
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.stores.location import entry_at, listed_again, place_at, source_path, target_path
 from ckpt_formats.universal.chain import chain_file

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import xxhash
+
 from ckpt_formats.core.errors import CkptError, NotFoundError, UnsafeError
 from ckpt_formats.core.store_path import FolderEntry, is_remote
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
@@ -14,10 +16,14 @@ MAX_ENTRIES = 200_000
 """Limit of the entries of a folder that are read."""
 SEAL_SUFFIX = ".ckpt-seal"
 """The ending of files with the checksums of a checkpoint: they are compared with it, and are no part of it."""
+PARITY = ".ckpt-parity"
+"""The folder with the parity of the folder that it is in. That of a single file also has the file's name before."""
 CHAIN_LOCK = "chain.lock"
 """Locked by the process that changes a chain."""
 CONFIG = "config.json"
 TRAINER_STATE = "trainer_state.json"
+_LONG_NAME = 200
+"""Bytes of a file's name. Most systems allow 255; what grows beside a file has up to 50 more."""
 _HARMLESS = re.compile(
     r"\..*|(readme|licen[cs]e|notice|copying)(\..*)?|.*\.(md|rst|log|lock|html|png|jpe?g|svg|gif|tmp~|ckpt-seal)"
     r"|events\.out\.tfevents\..*|__pycache__"
@@ -32,6 +38,17 @@ _TORCH_FILE_OF_A_RUN = re.compile(
 INDEX_SUFFIX = ".index.json"
 NUMBERED = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})(\.[a-z]+)")
 _OF_VLLM = re.compile(r"model-rank-(\d{1,6})-part-(\d{1,6})\.safetensors")
+
+
+def hidden_name(name: str, ending: str) -> str:
+    """The name of a hidden file beside one of this name: with its hash if the name is too long for an ending."""
+    given = os.fsencode(name)
+    return f".{name if len(given) <= _LONG_NAME else xxhash.xxh3_128_hexdigest(given)}{ending}"
+
+
+def parity_of_file(file: Path) -> Path:
+    """The folder with the parity of a single file, whether the file is there or not."""
+    return file.with_name(hidden_name(file.name, PARITY))
 
 
 def entries_of(path: Path) -> Iterator[FolderEntry]:

@@ -14,12 +14,13 @@ from ckpt_codecs.base import Array
 from ckpt_codecs.native.parity import add_products
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import Reader, unreadable
+from ckpt_formats.core.folders import PARITY, hidden_name, parity_of_file
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.store_path import StoreError, is_remote, request
 from ckpt_formats.core.text import printable
 from ckpt_formats.parity.code import parity_matrix, recovery_matrix
 from ckpt_formats.parity.copies import copies_in, manifests
-from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, NAME, BlockHashes, ParityManifest, hidden_name
+from ckpt_formats.parity.manifest import BLOCK_NBYTES, NAME, BlockHashes, ParityManifest
 
 BLOCKS_AT_ONCE = 16
 """Blocks of a stripe that are in memory together: a thread needs so many and the parities, whatever the group is."""
@@ -64,7 +65,7 @@ class ProtectedFolder:
     @property
     def base(self) -> Path:
         """The folder that has the parity, or the manifest that says where it is."""
-        return self.root / (FOLDER if self.file is None else hidden_name(self.file, FOLDER))
+        return self.root / (PARITY if self.file is None else hidden_name(self.file, PARITY))
 
     @property
     def manifest(self) -> ParityManifest:
@@ -135,8 +136,8 @@ def places_of(base: Path, elsewhere: Sequence[Path], parities: int) -> tuple[Pat
 
 def parity_folder(path: Path) -> Path:
     """The folder with the parity of a folder, or of a file, which may be missing."""
-    of_file = path.parent / hidden_name(path.name, FOLDER)
-    return of_file if path.is_file() or (of_file.is_dir() and not path.exists()) else path / FOLDER
+    of_file = parity_of_file(path)
+    return of_file if path.is_file() or (of_file.is_dir() and not path.exists()) else path / PARITY
 
 
 def find_parity(path: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:

@@ -24,19 +24,16 @@ from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import MAX_INTEGER
 from ckpt_formats.core.claims import MAX_PATH
 from ckpt_formats.core.errors import CorruptError, UnsafeError, UnsupportedError, form_of
+from ckpt_formats.core.folders import PARITY
 from ckpt_formats.core.text import printable
 from ckpt_formats.parity.code import MAX_BLOCKS, MAX_LOST
 
-FOLDER = ".ckpt-parity"
-"""The folder with the parity of the folder that it is in. That of a single file also has the file's name before."""
 NAME = "manifest"
 BLOCK_NBYTES = 1 << 20
 HASH_NBYTES = 16
 _MAGIC = b"ckptpar1"
 _CODE = "reed-solomon-cauchy-0x11d"
 MAX_NBYTES = 1 << 32
-_LONG_NAME = 200
-"""Bytes of a file's name. Most systems allow 255; what grows beside a file has up to 50 more."""
 _URL = re.compile(r"[a-z][a-z0-9]*://", re.ASCII)
 _BY = re.compile(r"file|folder|table|part|node:\d{1,5}", re.ASCII)
 
@@ -135,7 +132,7 @@ class ParityManifest:
     by: str
     """What a domain is, for people: `file`, `folder`, `node:N` or `table`; `part` of a single file."""
     elsewhere: tuple[str, ...] = ()
-    """The folders and URLs with the places in turn, if they are not in the folder `FOLDER`: for people."""
+    """The folders and URLs with the places in turn, if they are not in the folder `PARITY`: for people."""
 
     @property
     def files(self) -> Iterator[ProtectedFile]:
@@ -273,12 +270,6 @@ def read_bytes(path: Path) -> bytes:
     return data
 
 
-def hidden_name(name: str, ending: str) -> str:
-    """The name of a hidden file beside one of this name: with its hash if the name is too long for an ending."""
-    given = os.fsencode(name)
-    return f".{name if len(given) <= _LONG_NAME else xxhash.xxh3_128_hexdigest(given)}{ending}"
-
-
 def _manifest(fields: dict[str, Any], where: Path) -> ParityManifest:
     # A thread needs memory for so many blocks, so that a larger number is refused.
     parities = _number(fields["parities"], 1, MAX_LOST)
@@ -336,7 +327,7 @@ def check_names(names: Sequence[str], where: Path) -> None:
     for name in names:
         os.fsencode(name)
         parts = name.split("/")
-        is_parity = any(part.endswith(FOLDER) for part in parts)
+        is_parity = any(part.endswith(PARITY) for part in parts)
         if len(name) > MAX_PATH or "\0" in name or is_parity or not all(part.strip(".") for part in parts):
             raise UnsafeError(f"no file that is protected can have the name `{printable(name[:80])}`", where=where)
 

@@ -15,7 +15,7 @@ import numpy as np
 from ckpt_codecs.base import Array
 from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.core.files import Reader
-from ckpt_formats.core.folders import below
+from ckpt_formats.core.folders import PARITY, below
 from ckpt_formats.core.store_path import StorePath, is_remote
 from ckpt_formats.parity.blocks import (
     BlockAddress,
@@ -27,7 +27,7 @@ from ckpt_formats.parity.blocks import (
     protected_folders,
     recover,
 )
-from ckpt_formats.parity.manifest import BLOCK_NBYTES, FOLDER, HASH_NBYTES
+from ckpt_formats.parity.manifest import BLOCK_NBYTES, HASH_NBYTES
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
 
 SCHEME = "parity"
@@ -151,7 +151,7 @@ def _of_states(chain: Path) -> ParityStore | None:
     known = {f"{_key(folder.root)}/{name}" for folder in folders for name in folder.manifest.lengths}
     if not folders or f"{_key(chain)}/{_CHAIN}" in known:
         return None
-    names = (name for name, _ in below(chain) if not any(part.endswith(FOLDER) for part in name.split("/")))
+    names = (name for name, _ in below(chain) if not any(part.endswith(PARITY) for part in name.split("/")))
     return ParityStore(chain, folders, [name for name in names if f"{_key(chain)}/{name}" not in known])
 
 
