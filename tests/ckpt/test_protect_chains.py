@@ -17,7 +17,8 @@ from ckpt.protection import members
 from ckpt.protection.members import protect_members
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.files import Reader
-from ckpt_formats.parity.blocks import find_parity, has_parity, manifest_copies, parity_folder
+from ckpt_formats.parity.blocks import find_parity, has_parity, parity_folder
+from ckpt_formats.parity.copies import manifest_copies
 from ckpt_formats.universal.chain import chain_file
 from damage import BROKEN
 from damage import ckpt as command

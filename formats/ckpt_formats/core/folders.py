@@ -48,7 +48,7 @@ def hidden_name(name: str, ending: str) -> str:
 
 def parity_of_file(file: Path) -> Path:
     """The folder with the parity of a single file, whether the file is there or not."""
-    return file.with_name(hidden_name(file.name, PARITY))
+    return file.parent / hidden_name(file.name, PARITY)
 
 
 def entries_of(path: Path) -> Iterator[FolderEntry]:
