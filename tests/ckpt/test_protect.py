@@ -635,6 +635,7 @@ def test_a_wrong_hash_in_all_copies_hides_no_other_damage_and_is_corrected(tmp_p
     (root / "y").unlink()
     repaired = ckpt.repair(root, resources=TWO)
     assert [one.path.name for one in repaired.damaged] == ["y", "manifest", "manifest"]
+    assert repaired.damaged[0].what == "missing"
     assert not repaired.unrepairable
     assert contents_of(root) == whole
 

@@ -131,9 +131,10 @@ def repair(
                 scratch = stack.enter_context(scratch_for(in_store, resources))
                 with _Rebuilt(folder, scratch) as rebuilt:
                     damage = find_damage(folder, resources, count, copies, _repaired, rebuilt)
-                while unfit := _write(damage, rebuilt, identities, entries, resources, count):
-                    damage = replace(damage, irreplaceable=damage.irreplaceable | unfit)
                 files = damage.files()
+                while unfit := _write(damage, files, rebuilt, identities, entries, resources, count):
+                    damage = replace(damage, irreplaceable=damage.irreplaceable | unfit)
+                    files = damage.files()
                 _renew_manifests(damage.folder)
             except OSError as error:
                 if isinstance(error, CkptError):
@@ -272,6 +273,7 @@ def _created(new: Path, path: Path, nbytes: int) -> int:
 
 def _write(
     damage: Damage,
+    damaged: Sequence[DamagedFile],
     rebuilt: _Rebuilt,
     identities: Identities,
     entries: Mapping[Path, ObjectEntry | None],
@@ -282,12 +284,12 @@ def _write(
 
     Returns the blocks that parity gives, and which do not fit their hash: then nothing is renamed.
 
-    `identities` and `entries`: what was known of the files before they were read.
+    `damaged`: its files. `identities` and `entries`: what was known of the files before they were read.
 
     Nothing is removed that has the only copy of a block. If one of a file that cannot be repaired is in a file that is
     replaced, what is left of the first one is written beside its place, where the next repair finds it.
     """
-    folder, files = damage.folder, [file for file in damage.files() if file.path not in damage.copies]
+    folder, files = damage.folder, [file for file in damaged if file.path not in damage.copies]
     lengths = {path: nbytes for path, nbytes, _ in all_files(folder)}
     paths = [file.path for file in files if file.is_repairable]
     unrepairable = {file.path for file in files if not file.is_repairable}
