@@ -7,13 +7,14 @@ from typing import Any
 
 import click
 
-from ckpt.chains.compact import CompactResult, Retention, compact, plan
+from ckpt.chains.compact import CompactResult, Retention, compact, later_records, plan
 from ckpt.chains.kept import CompactPlan, KeptMember
 from ckpt.chains.write import DeltaPolicy
 from ckpt.pipeline import Execution
 from ckpt_cli import notes
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import report
+from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.text import format_nbytes
 from ckpt_formats.parity.blocks import find_parity, has_parity, protected_folders
 from ckpt_formats.universal.chain import chain_file
@@ -65,7 +66,7 @@ def _drop_parity(chain: Path, retention: Retention, policy: DeltaPolicy, resourc
         return _ParityAgain(None, None)
     planned = plan(chain, index, retention, policy)
     stay = {one.member.folder for one in planned.states if one.how == "as it is" and one.member}
-    stay |= {one.folder for one in planned.segments if one in index.segments}
+    stay |= {one.folder for one in planned.segments if one in index.segments and not _is_cut(chain, one)}
     going = ({one.folder for one in index.members} | {one.folder for one in index.segments}) - stay
     cut = tuple(one.folder for one in planned.segments if one.folder in going and has_parity(chain / one.folder))
     in_groups = lose is not None
@@ -78,6 +79,14 @@ def _drop_parity(chain: Path, retention: Retention, policy: DeltaPolicy, resourc
         # What is left of states that were removed before may be needed by fewer others then.
         protect_states(chain, lose, (), resources, going | index.shared_packs().keys() - stay)
     return _ParityAgain(lose, None if in_groups else cut)
+
+
+def _is_cut(chain: Path, logged: LoggedSteps) -> bool:
+    """Whether files of a segment will be truncated, although it stays as it is."""
+    try:
+        return any(later_records(chain, logged))
+    except CkptError:
+        return False  # damaged
 
 
 def show_plan(run: Path, chain: ChainIndex, plan: CompactPlan, as_json: bool) -> None:

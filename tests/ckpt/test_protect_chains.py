@@ -253,11 +253,15 @@ def test_a_lost_segment_of_the_log_is_repaired_and_read_through_parity(
         assert command("repair", segment if share == 1 else run).code == 0
         assert contents_of(run) == whole
 
-    assert command("compact", run, "--upto", 2).code == 0  # shortens the files of the segment
+    append(run, state(9), None, DeltaPolicy(), ONE)
+    assert command("compact", run, "--upto", 3).code == 0  # drops records after the end of the segment
+    shorter = lost.stat().st_size
+    assert not ckpt.repair(segment if share == 1 else run, dry_run=True, resources=Resources(workers=1)).damaged
+    assert command("compact", run, "--upto", 2).code == 0  # shortens its files
     lost.unlink()
     assert command("repair", segment if share == 1 else run).code == 0
     assert command("verify", run).code == 0
-    assert lost.stat().st_size < len(whole[f"{segment.name}/{lost.name}"])
+    assert lost.stat().st_size < shorter < len(whole[f"{segment.name}/{lost.name}"])
 
 
 @pytest.mark.slow
@@ -269,6 +273,10 @@ def test_a_damaged_segment_is_not_protected_and_one_that_was_is_named_when_it_is
     list_with_end(run, 3)
     refused = command("protect", run, "--by", "state")
     assert (refused.code, "is damaged" in refused.err, has_parity(run)) == (BROKEN, True, False)
+    append(run, state(5), None, DeltaPolicy(), ONE)
+    assert command("protect", run, "--by", "state").code == BROKEN
+    assert {name[:15] for name in find_parity(run).manifest.lengths} == {"step-0000000005"}
+    shutil.rmtree(run / ".ckpt-parity")
     assert command("protect", run).code == 0  # files as they are, whatever they have
     (segment / "rank-00001.ckg").unlink()
     assert (command("repair", run).code, contents_of(segment)["rank-00001.ckg"]) == (

@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -153,11 +153,18 @@ def _check_about_models(run: Path, retention: Retention, policy: DeltaPolicy) ->
 def _drop_later_records(place: ChainChange, chain: ChainIndex) -> None:
     """Truncate files after the end of a segment. The list states already that these records do not count."""
     for one in chain.segments:
-        if one.step is not None:
-            segment = open_steps(place.run, one)
-            for rank, log in enumerate(segment.logs):
-                if segment.nbytes_upto(rank, one.step) < log.path.stat().st_size:
-                    place.truncate(log.path, segment.nbytes_upto(rank, one.step))
+        for path, nbytes in later_records(place.run, one):
+            place.truncate(path, nbytes)
+
+
+def later_records(run: Path, logged: LoggedSteps) -> Iterator[tuple[Path, int]]:
+    """The files of a segment with records after its end, each with the bytes that count: `compact` truncates them."""
+    if logged.step is not None:
+        segment = open_steps(run, logged)
+        for rank, log in enumerate(segment.logs):
+            nbytes = segment.nbytes_upto(rank, logged.step)
+            if nbytes < log.path.stat().st_size:
+                yield log.path, nbytes
 
 
 def _cut(run: Path, chain: ChainIndex, upto: int | None) -> ChainIndex:

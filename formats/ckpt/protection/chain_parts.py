@@ -91,21 +91,19 @@ def has_ended(run: Path, logged: LoggedSteps) -> bool:
         return False  # no rank has closed it, as far as it can be read
 
 
-def check_segment(run: Path, logged: LoggedSteps) -> None:
-    """Compare a segment that has ended with its own checksums.
-
-    Raises `CorruptError`, or `IncompleteError` if a file is missing.
-    """
+def problem_of_segment(run: Path, logged: LoggedSteps) -> CkptError | None:
+    """Compare a segment that has ended with its own checksums. Returns what is wrong with it; None if it is whole."""
     from ckpt_formats.universal.chain.states import open_steps  # most chains have no log
 
-    segment = open_steps(run, logged, check=True)
-    if segment.last < logged.step if logged.step is not None else not segment.has_ended:
-        path, reason = next(iter(segment.torn.items()), (segment.folder, "records are missing"))
-        raise CorruptError(
-            f"is damaged: {reason}",
-            where=path,
-            hint=f"Steps up to {segment.last} do not need it: ckpt compact {printable(str(run))} --upto {segment.last}",
-        )
+    try:
+        segment = open_steps(run, logged, check=True)
+    except CkptError as error:
+        return error
+    if segment.last >= logged.step if logged.step is not None else segment.has_ended:
+        return None
+    path, reason = next(iter(segment.torn.items()), (segment.folder, "records are missing"))
+    hint = f"Steps up to {segment.last} do not need it: ckpt compact {printable(str(run))} --upto {segment.last}"
+    return CorruptError(f"is damaged: {reason}", where=path, hint=hint)
 
 
 def is_of_run(run: Path, logged: LoggedSteps) -> bool:

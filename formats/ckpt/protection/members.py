@@ -15,7 +15,7 @@ import numpy as np
 
 from ckpt.job import AnyProgress
 from ckpt.pipeline import Resources
-from ckpt.protection.chain_parts import check_segment, is_of_run, parts_of_chain, unfinished
+from ckpt.protection.chain_parts import is_of_run, parts_of_chain, problem_of_segment, unfinished
 from ckpt.protection.protect import (
     EarlierGroups,
     Protection,
@@ -162,15 +162,17 @@ def protect_members(
         anew: Replace parity of any kind that the chain has.
 
     Raises:
-        CorruptError: A state that has parity is not what was protected, or a segment does not fit its own checksums.
+        CorruptError: A state that has parity is not what was protected, or a segment does not fit its own checksums; in
+            the second case, all others have parity.
         OutputError: The chain has parity of another kind.
         LockedError: Another process writes parity of the chain, or repairs it.
     """
     with locked(parity_folder(run)):
         run = listed_again(run)
         plan = plan_members(run, lose, folders, without=without, anew=anew)
-        for logged in plan.segments:
-            check_segment(run, logged)
+        damaged = _damaged_segments(run, plan.segments)
+        if damaged:
+            plan = plan_members(run, lose, folders, without={*without, *damaged}, anew=anew)
         for one in plan.states:
             run_protect(one, resources=resources, progress=progress)
         if plan.groups is not None:
@@ -185,7 +187,19 @@ def protect_members(
             # The files of a removed state go with its parity; those of a segment may be cut.
             if chain_file.SEGMENT_FOLDER.fullmatch(name) and has_parity(run / name):
                 remove_parity(parity_folder(run / name))
+    for error in damaged.values():
+        raise error  # all others have parity
     return plan.summary
+
+
+def _damaged_segments(run: Path, segments: Sequence[LoggedSteps]) -> dict[str, CkptError]:
+    """Compare segments with their own checksums. Returns the folders of damaged ones, and what is wrong."""
+    damaged = dict[str, CkptError]()
+    for logged in segments:
+        error = problem_of_segment(run, logged)
+        if error is not None:
+            damaged[logged.folder] = error
+    return damaged
 
 
 def states_written_anew(parity: ProtectedFolder, only_newer: bool = False) -> frozenset[str]:

@@ -14,7 +14,7 @@ from ckpt.job import AnyProgress, count_to
 from ckpt.pipeline import Resources
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.interrupts import interruptible
-from ckpt.protection.chain_parts import check_segment
+from ckpt.protection.chain_parts import problem_of_segment
 from ckpt.protection.damage import (
     Damage,
     DamagedFile,
@@ -165,12 +165,8 @@ def _problem_of_segment(segment: Path) -> str | None:
         named = next((one for one in chain_file.read(run).segments if one.folder == segment.name), None)
     except CkptError:
         return None
-    try:
-        if named is not None:
-            check_segment(run, named)
-    except CkptError as error:
-        return error.what
-    return None
+    error = None if named is None else problem_of_segment(run, named)
+    return None if error is None else error.what
 
 
 def _tensors_in(root: Path, files: Sequence[DamagedFile]) -> tuple[str, ...]:
