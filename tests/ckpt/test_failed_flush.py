@@ -5,16 +5,28 @@ After a failed fsync, Linux calls the lost pages clean: the next fsync of the sa
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from ckpt.chains.chain import Chain
+from ckpt.chains.change import change
+from ckpt.chains.write import DeltaPolicy
+from ckpt.copying.sealing import seal
+from ckpt.pipeline import Execution
 from ckpt_formats.core import publish
 from ckpt_formats.core.files import write_sealed
+from ckpt_formats.registry.opening import open_checkpoint
+from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex
 from clusters import files
 from damage import FULL, OUTPUT, SAMPLES, ckpt
+from held import states
 
 ZERO1 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
 COMMAND = ("convert", ZERO1, "out", "--pack-size", "1")
@@ -127,6 +139,32 @@ def test_a_shard_fails_when_the_last_flush_fails(disk: Disk, place: Path) -> Non
     failed = ckpt(*COMMAND, "--shard", "1/2")
     assert failed.code == OUTPUT
     assert "the disk did not take what was written" in failed.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_new_member_stays_if_the_list_names_it_although_the_list_was_not_flushed(
+    disk: Disk, place: Path, is_listed: bool
+) -> None:
+    for step, state in enumerate(states(2, 100), 1):
+        Chain(place / "other.chain").append(state, step=step, policy=DeltaPolicy(base_every=1))
+    Chain(place / "run.chain").append(open_checkpoint(place / "other.chain" / "step-0000000001"))
+    first, last = chain_file.read(place / "other.chain").members
+    shutil.copytree(place / "other.chain" / last.folder, place / "run.chain" / last.folder)
+    disk.fails = lambda path: path == place / "run.chain" if is_listed else path.name.startswith(".chain.json")
+    with change(place / "run.chain", Execution(workers=1)) as changed, pytest.raises(OSError, match="error"):
+        changed.add(ChainIndex((first, last)), last.folder)
+    assert list(Chain(place / "run.chain")) == ([1, 2] if is_listed else [1])
+    assert (place / "run.chain" / last.folder).exists() == is_listed
+    assert ckpt("diff", "run.chain", "other.chain@2" if is_listed else "other.chain@1").code == 0
+
+
+def test_a_copy_of_a_file_has_its_seal_although_its_folder_was_not_flushed(disk: Disk, place: Path) -> None:
+    save_file({"w": np.zeros(3, np.float32)}, place / "one.safetensors")
+    seal(place / "one.safetensors")
+    disk.fails = lambda path: path == place and (place / "copy.safetensors").exists()
+    assert ckpt("copy", "one.safetensors", "copy.safetensors").code == OUTPUT
+    assert {one.name for one in place.iterdir()} >= {"copy.safetensors", "copy.safetensors.ckpt-seal"}
 
 
 def test_append_names_a_file_system_that_cannot_replace_a_file(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

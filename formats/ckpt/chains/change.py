@@ -70,6 +70,29 @@ class ChainChange:
                 hint=f"Look which states there are (ckpt log {self.run}), then run the same command again.",
             )
 
+    def add(self, chain: ChainIndex, name: str) -> None:
+        """Replace the list by one that names a new folder. If that fails, the folder is removed.
+
+        It stays if the list may name it all the same: an error may come after the list was put, and a request to which
+        a store did not answer may have been served.
+        """
+        try:
+            self.replace(chain)
+        except BaseException as error:
+            is_certain = self.place.is_consistent or isinstance(error, LockedError)
+            if is_certain and not self._may_name(name):
+                self.place.remove([name], first=folder.MANIFEST)
+            raise
+
+    def _may_name(self, name: str) -> bool:
+        """Whether the list that is there now names a folder, or cannot be read."""
+        try:
+            there = self.place.read(chain_file.NAME)
+            chain = None if there is None else chain_file.parse(there[0], self.run / chain_file.NAME)
+        except (CkptError, OSError):
+            return True
+        return chain is not None and name in {one.folder for one in chain.members}
+
     def confirm(self) -> None:
         """Raise `LockedError` unless the list is still the one that was read, as the place says to a condition.
 

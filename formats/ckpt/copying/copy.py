@@ -81,7 +81,7 @@ class Copy(Checked):
     def _sealed(self) -> Iterator[int]:
         """Write the seal file of a single file beside its copy first, so that no copy lacks it; how many there are.
 
-        It is removed again if the copy fails. That of a folder is one of its files.
+        It is removed again if there is no copy. That of a folder is one of its files.
         """
         if self._seal is None:
             yield 0
@@ -93,7 +93,7 @@ class Copy(Checked):
         try:
             yield 1
         except BaseException:
-            if is_new:
+            if is_new and not self._target.exists():  # an error may come after the copy has appeared
                 remove_seal_file(place)
             raise
 

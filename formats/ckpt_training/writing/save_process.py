@@ -362,12 +362,13 @@ class SaveWriter(OrderWriter):
                     "another process has changed the chain since the last save", where=self._settings.path
                 )
             stage.publish()
+            added = place.look() / stage.target.name
             try:
-                member = member_of(place.look() / stage.target.name, manifest, stage.step)
-                place.replace(ChainIndex((*chain.members, member), chain.segments))
+                member = member_of(added, manifest, stage.step)
             except BaseException:
-                place.remove([place.look() / stage.target.name])
+                place.remove([added])
                 raise
+            place.add(ChainIndex((*chain.members, member), chain.segments), member.folder)
             if chain.tip is not None:
                 place.remove_unneeded([place.look() / chain.tip.folder])
 
