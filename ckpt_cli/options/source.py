@@ -27,6 +27,7 @@ NAMINGS = ("hf", "megatron", "megatron-legacy", "torchtitan", "meta", "maxtext")
 QUANTISED = ("fp8-block", "mxfp4", "q8_0")
 """The schemes of quantised weights that ckpt writes."""
 _OF_GGUF = "q8_0"
+_CHAIN = "chain.json"
 
 
 def _note_anonymous(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -125,10 +126,10 @@ def is_family(place: "Path | str") -> bool:
     """Whether a path is that of a family of models, of which a command reads one that the path names."""
     if isinstance(place, str) or not place.is_dir():
         return False
-    from ckpt_formats.universal.chain import chain_file  # not for a file, which every command may read
-
-    if not (place / chain_file.NAME).is_file():
+    if not (place / _CHAIN).is_file():
         return False
+    from ckpt_formats.universal.chain import chain_file  # not for a checkpoint, which every command may read
+
     return chain_file.load(place / chain_file.NAME).is_family
 
 

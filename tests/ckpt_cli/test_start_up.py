@@ -85,6 +85,11 @@ PLAIN = {
     "universal-1-plain": set(),
 }
 """Samples of all formats whose states are not coded, and the engines that are needed to read each."""
+OF_CHAINS_AND_WRITERS = {
+    *("ckpt_formats.universal.chain.chain_file", "ckpt_formats.universal.boxes.whole", "ckpt_formats.core.views"),
+    *("ckpt_formats.core.transfer", "concurrent.futures", "logging", "tempfile", "difflib", "numpy.typing"),
+}
+"""What a checkpoint without parents does not need until its values are read."""
 
 
 @pytest.mark.parametrize("sample", PLAIN)
@@ -97,6 +102,8 @@ def test_inspect_imports_the_format_at_the_path_and_no_codec(sample: str, tmp_pa
     assert codecs <= {"base", "errors", "scratch", "registry", "lossless", "lossless.rounded"}
     engines = {name.split(".")[2] for name in modules if name.startswith("ckpt_formats.engines.")}
     assert engines - {"hf"} == PLAIN[sample]  # a trainer of Hugging Face may have written files around any folder
+    if sample == "universal-1-plain":
+        assert not modules & OF_CHAINS_AND_WRITERS
 
 
 SELDOM = {

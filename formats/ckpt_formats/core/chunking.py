@@ -4,13 +4,15 @@ import builtins
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt_formats.core.distinct import distinct
 from ckpt_formats.core.geometry import Box, Shape, flat_ends
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 DEFAULT_ELEMENTS = 1 << 18
 """Of a chunk: enough for a codec to learn from, and few enough to be held in a core's cache."""
@@ -79,7 +81,9 @@ def _default_chunk(shape: Shape, elements: int, max_width: int) -> Shape:
     return (elements,) if width is None else (elements // width, width)
 
 
-def chunk_sizes(ranks: npt.NDArray[Any], dims: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def chunk_sizes(
+    ranks: "npt.NDArray[Any]", dims: "npt.NDArray[Any]"
+) -> "tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]":
     """How tensors are divided by `Chunking.default`: the elements of a full chunk, and how many chunks there are.
 
     Both are (tensors,) int64. ranks: (tensors,), the numbers of their dimensions, whose sum is the length of `dims`,

@@ -1,7 +1,6 @@
 """A folder of the file system as a place: files that appear by one rename, and locks that end with their process."""
 
 import os
-import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -202,6 +201,8 @@ class FolderPlace(Place):
             (self.folder / key).unlink(missing_ok=True)
 
     def remove(self, names: Iterable[str], first: str) -> None:
+        import shutil  # it imports all compressors, and a command that reads removes nothing
+
         for name in names:
             path = self.folder / name
             if path.is_dir() and not path.is_symlink():

@@ -7,7 +7,6 @@ it reads would be somebody else's word. So a folder is this user's, with plain f
 
 import os
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -202,6 +201,8 @@ def _is_modeless(parent: Path) -> bool:
 
 def _of_new_folder(parent: Path) -> os.stat_result:
     """What the file system notes of a folder that this process makes."""
+    import tempfile  # few file systems need it
+
     trial = tempfile.mkdtemp(prefix=".ckpt-owner-", dir=parent)
     try:
         return os.lstat(trial)

@@ -4,7 +4,6 @@ import ctypes
 import errno
 import os
 import stat
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,6 +77,8 @@ def flush_all(folder: Path) -> bool:
 
     False if the file system cannot flush folders.
     """
+    from concurrent.futures import ThreadPoolExecutor  # it imports `logging`, and a command that reads flushes nothing
+
     with ThreadPoolExecutor(_FLUSHES, "ckpt-flush") as pool:
         flushed = [pool.submit(flush_or_remove, path) for path in (*folder.rglob("*"), folder)]
     errors = [error for one in flushed if (error := one.exception()) is not None]

@@ -1,7 +1,6 @@
 """Names like one that does not exist, for errors."""
 
 from collections.abc import Collection
-from difflib import get_close_matches
 from itertools import islice
 
 from ckpt_formats.core.text import printable
@@ -18,6 +17,8 @@ def similar_names(name: str, names: Collection[str], count: int = 3) -> list[str
         return alike
     if len(name) > _MAX_LENGTH:
         return []
+    from difflib import get_close_matches  # most names are right
+
     return get_close_matches(name, [one for one in islice(names, _MAX_NAMES) if len(one) <= _MAX_LENGTH], n=count)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -11,8 +11,10 @@ from ckpt_codecs.scratch import acquire_buffer, release_buffer
 from ckpt_formats.core.files import Reader, write_sealed
 from ckpt_formats.core.geometry import Box, slabs
 from ckpt_formats.core.seals import Seal
-from ckpt_formats.core.spare_workers import SpareWorkers
 from ckpt_formats.core.tensor import Array, Tensor
+
+if TYPE_CHECKING:
+    from ckpt_formats.core.spare_workers import SpareWorkers
 
 T = TypeVar("T")
 
@@ -34,7 +36,7 @@ class Transfer:
         reader: Reader,
         slab_nbytes: int = SLAB,
         count_bytes: Callable[[int], None] = lambda nbytes: None,
-        spare: SpareWorkers | None = None,
+        spare: "SpareWorkers | None" = None,
         is_flushed: bool = False,
     ) -> None:
         """`slab_nbytes`: the budget of one array. `count_bytes` is called with the bytes of each block that is read.

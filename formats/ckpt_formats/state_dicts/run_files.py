@@ -10,13 +10,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.folders import is_torch_file_of_run
 from ckpt_formats.core.format import FilePlan, Receipt
 from ckpt_formats.core.tensor import Tensor
-from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import TensorName, Value
+
+if TYPE_CHECKING:
+    from ckpt_formats.core.transfer import Transfer
 
 PREFIX = "hf/"
 """The prefix of an extra that is a file; the file's name follows."""
@@ -52,7 +55,7 @@ def plan_side_file(name: str, value: Value) -> FilePlan:
     return FilePlan(name, (), SideFile(text), len(text), "other")
 
 
-def write_side_file(folder: Path, plan: FilePlan, transfer: Transfer) -> Receipt:
+def write_side_file(folder: Path, plan: FilePlan, transfer: "Transfer") -> Receipt:
     """Write a file that `plan_side_file` planned."""
     assert isinstance(plan.content, SideFile)
     parts = [plan.content.text.encode()] if plan.content.text is not None else transfer.chunks(plan.tensors[0])

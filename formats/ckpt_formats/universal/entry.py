@@ -17,6 +17,8 @@ DIGEST = 16
 """Bytes of the XXH3-128 of one chunk of values, most significant byte first."""
 ALIGNMENT = 8
 """Coded bytes are filled with zeros up to a multiple of this."""
+DELTA = "delta"
+"""The name of the stored bytes of a delta in the header of a pack."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,10 +19,8 @@ from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, Writa
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.text import printable
-from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.version import WRITTEN_BY
 from ckpt_formats.universal import columns, manifest, original
-from ckpt_formats.universal.boxes.whole import box_errors, whole_parameters
 from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.index import TYPES, Index, index_of, join
 from ckpt_formats.universal.lineage import Ancestor, LoadedFiles, lineage, once
@@ -34,6 +32,7 @@ from ckpt_formats.universal.stored import StateDigests, StoredParameters, Stored
 from ckpt_formats.universal.tables import Tables
 
 if TYPE_CHECKING:
+    from ckpt_formats.core.transfer import Transfer
     from ckpt_formats.universal.delta_plan import DeltaBase
     from ckpt_formats.universal.entry import Extent
     from ckpt_formats.universal.unchanged import EarlierMember
@@ -177,11 +176,11 @@ class Universal(WritableFormat):
         errors = {key: source.errors[key] for key in keys if key in source.errors}
         return FilePlan(pack_file(number), parameters, PackContent(number, self.encoding, errors=errors))
 
-    def bases(self, file: FilePlan, transfer: Transfer) -> "dict[str, DeltaBase]":
+    def bases(self, file: FilePlan, transfer: "Transfer") -> "dict[str, DeltaBase]":
         """What the parameters of a pack are to be encoded against, by name."""
         return {}
 
-    def write(self, folder: Path, file: FilePlan, transfer: Transfer) -> Receipt:
+    def write(self, folder: Path, file: FilePlan, transfer: "Transfer") -> Receipt:
         from base64 import b64encode
 
         from ckpt_formats.universal.pack import write_pack
@@ -272,7 +271,12 @@ def read_lineage(ancestors: Sequence[Ancestor], loaded: LoadedFiles) -> Checkpoi
         packs: tuple[SourceFile, ...] = once(loaded.packs, folder, partial(_packs_of, ancestor))
         files += packs
     path, stated = ancestors[-1].folder, ancestors[-1].manifest
-    errors = state_errors(stated.entries) if stated.boxes is None else box_errors(stated, stated.boxes)
+    if stated.boxes is None:
+        errors = state_errors(stated.entries)
+    else:
+        from ckpt_formats.universal.boxes.whole import box_errors  # only saves of live runs have boxes
+
+        errors = box_errors(stated, stated.boxes)
     return Checkpoint(
         path=path,
         origin=stated.origin,
@@ -292,6 +296,8 @@ def read_lineage(ancestors: Sequence[Ancestor], loaded: LoadedFiles) -> Checkpoi
 def parameters_of(stated: Manifest, folder: Path, parent: Mapping[str, Parameter]) -> Mapping[str, Parameter]:
     """The parameters of the checkpoint in a folder, whose deltas are against those of `parent`. Lazy."""
     if stated.boxes is not None:
+        from ckpt_formats.universal.boxes.whole import whole_parameters
+
         return whole_parameters(stated.files(folder), stated, stated.boxes, stated.numbers.keys(), parent)
     return StoredParameters(stated.files(folder), stated.entries, stated.numbers.keys(), parent)
 

@@ -8,7 +8,6 @@ from typing import TypeVar
 from ckpt_formats.core.checkpoint import Parameter, SourceFile
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError
 from ckpt_formats.universal import manifest
-from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.manifest import Manifest, Parent
 
 T = TypeVar("T")
@@ -46,6 +45,8 @@ class LoadedFiles:
 
     def members(self, run: Path) -> Mapping[str, Path]:
         """The folders of a chain by content id; empty if there is not a chain."""
+        from ckpt_formats.universal.chain import chain_file  # most checkpoints have no parent
+
         if run not in self.chains:
             self.chains[run] = chain_file.folders_by_content(run)
         return self.chains[run]

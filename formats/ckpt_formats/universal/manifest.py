@@ -28,7 +28,6 @@ from ckpt_formats.universal import columns
 from ckpt_formats.universal.boxes import table as boxes
 from ckpt_formats.universal.boxes.check_table import check_boxes
 from ckpt_formats.universal.boxes.table import BoxTable
-from ckpt_formats.universal.chain.chain_file import step_of
 from ckpt_formats.universal.check_index import Owner, Pack
 from ckpt_formats.universal.check_index import check as check_index
 from ckpt_formats.universal.content import content_id
@@ -309,10 +308,17 @@ def _packs(fields: Any, path: Path, check: FieldReader) -> tuple[Pack, ...]:
     own = len(packs) - len(owners)
     check.true(all(pack.owner is None for pack in packs[:own]), "packs: one of another member before an own one")
     check.true(len(set(owners)) == len(owners), "packs: one of another member twice")
-    own_step = step_of(path.parent.resolve().name) if owners else None
-    later = [one.folder for one in owners if own_step is not None and (step_of(one.folder) or 0) >= own_step]
+    own_step = _step_of(path.parent.resolve().name) if owners else None
+    later = [one.folder for one in owners if own_step is not None and (_step_of(one.folder) or 0) >= own_step]
     check.true(not later, f"packs: {later[:1]} is not an earlier member")
     return packs
+
+
+def _step_of(folder: str) -> int | None:
+    """The step in the name of a member's folder; None for another name."""
+    from ckpt_formats.universal.chain.chain_file import step_of  # only chains share packs
+
+    return step_of(folder)
 
 
 def _pack(item: Any, check: FieldReader) -> Pack:
@@ -323,7 +329,7 @@ def _pack(item: Any, check: FieldReader) -> Pack:
         return Pack(item[0], item[1], header)
     folder, number = item[3:]
     check.true(
-        isinstance(folder, str) and step_of(folder) is not None, f"packs: {folder!r:.60} is not a member of a chain"
+        isinstance(folder, str) and _step_of(folder) is not None, f"packs: {folder!r:.60} is not a member of a chain"
     )
     check.true(is_natural(number) and number < MAX_PACKS, "packs: the number of a pack of another member")
     return Pack(item[0], item[1], header, Owner(folder, number))

@@ -26,12 +26,11 @@ from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.chunked import ChunkDigests, chunk_digests
 from ckpt_formats.universal.delta_plan import DeltaBase, DeltaPlan, plan_delta
 from ckpt_formats.universal.encode_state import choose, flat, write_coded
-from ckpt_formats.universal.entry import DeltaEntry, Extent, ParameterEntry, StateEntry
+from ckpt_formats.universal.entry import DELTA, DeltaEntry, Extent, ParameterEntry, StateEntry
 from ckpt_formats.universal.manifest import VERSION
 from ckpt_formats.universal.model_copy import ModelCopy, has_copy, possible_masters
 from ckpt_formats.universal.pack_file import Mark, PackFile, PlacedStates
 from ckpt_formats.universal.pack_headers import SlotNames
-from ckpt_formats.universal.read_states import DELTA
 from ckpt_formats.universal.unchanged import EarlierMember, SharedStates
 from ckpt_formats.universal.write_delta import write_delta
 from ckpt_formats.universal.write_replayed import (

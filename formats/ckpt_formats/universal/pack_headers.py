@@ -18,9 +18,9 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.seals import Contradiction
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.text import printable
+from ckpt_formats.universal.entry import DELTA
 from ckpt_formats.universal.index import CODED, DERIVED
 from ckpt_formats.universal.manifest import VERSION, Manifest
-from ckpt_formats.universal.read_states import DELTA
 from ckpt_formats.universal.single_file import is_single
 
 _OWN = "ckpt."

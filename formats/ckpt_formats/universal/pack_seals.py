@@ -20,7 +20,6 @@ from ckpt_formats.core.tensor import Array
 from ckpt_formats.universal.entry import DIGEST
 from ckpt_formats.universal.index import CODED, DERIVED, Index
 from ckpt_formats.universal.manifest import PackFiles
-from ckpt_formats.universal.read_states import seals
 
 _READ_NBYTES = 4 << 20
 """Bytes that are read at once, if no chunk is longer."""
@@ -92,6 +91,8 @@ def seal_of(files: PackFiles, index: Index, number: int) -> tuple[Seal, str]:
     parameter = int(owners[number])
     entry = index[parameter]
     before = int(np.searchsorted(owners, parameter))
+    from ckpt_formats.universal.read_states import seals  # only what is damaged is named by its seal
+
     return list(seals(files, entry))[number - before], entry.name
 
 

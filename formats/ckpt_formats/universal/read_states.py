@@ -17,15 +17,13 @@ from ckpt_formats.core.state_names import from_stored, to_stored
 from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chunked import ChunkedTensor, ChunkStore, EncodedBlob
-from ckpt_formats.universal.entry import DeltaEntry, ParameterEntry, StateEntry
+from ckpt_formats.universal.entry import DELTA, DeltaEntry, ParameterEntry, StateEntry
 from ckpt_formats.universal.manifest import PackFiles
 from ckpt_formats.universal.replay import DeltaBlob, StoredDelta, replay_of, values_of
 
 if TYPE_CHECKING:
     from ckpt_codecs.delta import DeltaCodec
 
-DELTA = "delta"
-"""The name of the stored bytes of a delta in the header of a pack."""
 _ROUNDED = "rounded"
 """The codec of copies that are derived from their masters."""
 _SCALES = DTYPES["float8_e8m0fnu"]

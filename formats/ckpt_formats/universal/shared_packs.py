@@ -1,16 +1,19 @@
 """Packs of earlier members of a chain in which states of a checkpoint lie."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.distinct import distinct
-from ckpt_formats.universal.chain.chain_file import SharedPacks
 from ckpt_formats.universal.check_index import Pack
 from ckpt_formats.universal.index import Index
 from ckpt_formats.universal.manifest import Manifest, runs
 from ckpt_formats.universal.stored import StoredSeals
+
+if TYPE_CHECKING:
+    from ckpt_formats.universal.chain.chain_file import SharedPacks
 
 FIRST = 1 << 31
 """Packs of an earlier member have numbers from this on until all packs of the new member are written."""
@@ -29,8 +32,10 @@ def with_packs(index: Index, own: Sequence[Pack], earlier: Sequence[Pack]) -> tu
     return Index({**index.columns, "state.pack": final}, index.tables), (*own, *packs)
 
 
-def shared_packs(stated: Manifest) -> tuple[SharedPacks, ...]:
+def shared_packs(stated: Manifest) -> "tuple[SharedPacks, ...]":
     """The packs of earlier members that a manifest names, by folder, and the bytes of the states that lie in them."""
+    from ckpt_formats.universal.chain.chain_file import SharedPacks  # only chains share packs
+
     columns, own = stated.entries.columns, len(stated.own_packs)
     rows = columns["state.pack"] >= own
     sizes = np.bincount(columns["state.pack"][rows], columns["state.nbytes"][rows], len(stated.packs)).astype(np.int64)
@@ -49,7 +54,7 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest | None:
     return checkpoint.seals.checkpoints[-1][1] if isinstance(checkpoint.seals, StoredSeals) else None
 
 
-def shared_packs_of(checkpoint: Checkpoint) -> tuple[SharedPacks, ...]:
+def shared_packs_of(checkpoint: Checkpoint) -> "tuple[SharedPacks, ...]":
     """The packs of earlier members in which states of a checkpoint lie. Those of its ancestors are not among them."""
     stated = manifest_of(checkpoint)
     return () if stated is None else shared_packs(stated)

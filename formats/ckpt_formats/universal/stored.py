@@ -21,7 +21,6 @@ from ckpt_formats.universal.index import CODED, DERIVED, IN_DELTA, PLAIN, Index
 from ckpt_formats.universal.manifest import Manifest, PackFiles
 from ckpt_formats.universal.pack_headers import contradictions
 from ckpt_formats.universal.pack_seals import pack_parts, seal_of, stored_count
-from ckpt_formats.universal.read_states import read_parameter, seals
 
 _STORED_NBYTES = ("state.nbytes", "delta.nbytes")
 
@@ -82,6 +81,8 @@ class StoredParameters(ReplayedParameters, TabulatedParameters):
         return self.parent
 
     def create(self, name: str) -> Parameter:
+        from ckpt_formats.universal.read_states import read_parameter  # sums and tables of states need none
+
         entry = self.index[self.index.numbers[name]]
         needs_parent = entry.delta is not None and entry.delta.parent_states
         parent = self.parent.get(name) if needs_parent else None
@@ -234,6 +235,8 @@ def _headers(folder: Path, stated: Manifest) -> Iterator[Seal]:
 
 def _seals_of(folder: Path, stated: Manifest) -> Iterator[Seal]:
     """The checksums of all packs of a checkpoint."""
+    from ckpt_formats.universal.read_states import seals  # only what reads values needs them
+
     yield from _headers(folder, stated)
     files = stated.files(folder)
     for entry in stated.entries:

@@ -9,7 +9,6 @@ from typing import Any
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, ErrorFigures, Parameter
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, FlatRangeBlob, Fragment, Tensor
-from ckpt_formats.core.views import ReshapedBlob
 from ckpt_formats.universal.boxes.table import BoxPlace, BoxTable
 from ckpt_formats.universal.error_figures import worst
 from ckpt_formats.universal.index import Index
@@ -204,6 +203,8 @@ def part_of_vector(vector: Blob, at: int, shape: Shape) -> Blob:
         return vector.flat(at, at + size).shaped(shape)
     if isinstance(vector, DerivedBlob):  # so that others see of what it is derived
         return DerivedBlob(vector.codec, part_of_vector(vector.base, at, shape), vector.dtype)
+    from ckpt_formats.core.views import ReshapedBlob  # most states are not in boxes
+
     return ReshapedBlob(vector.crop(Box((at,), (at + size,))), shape, Box.whole(shape))
 
 
