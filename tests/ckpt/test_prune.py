@@ -155,6 +155,18 @@ def test_prune_keeps_the_parents_of_a_delta_that_stays(tmp_path: Path, server: S
         assert names(result.removed) == ["step-0"]
 
 
+def test_prune_leaves_what_the_parity_of_the_run_needs(tmp_path: Path) -> None:
+    for step in (10, 20):
+        model(tmp_path / f"step-{step}", step)
+    ckpt.protect(tmp_path, 1, by="folder")
+    for step in (30, 40):
+        model(tmp_path / f"step-{step}", step)
+    result = ckpt.runs.prune(tmp_path, "last:1")
+    assert (names(result.removed), names(result.retained)) == (["step-30"], ["step-40", "step-20", "step-10"])
+    assert {one.reason for one in result.retained[1:]} == {"the parity of the run needs it"}
+    assert not ckpt.repair(tmp_path).damaged
+
+
 def test_prune_removes_single_files_of_a_run(tmp_path: Path, server: StoreServer, user: object) -> None:
     for step in (10, 20, 30):
         path = tmp_path / f"epoch=0-step={step}.safetensors"

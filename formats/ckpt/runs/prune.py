@@ -1,15 +1,15 @@
 """Remove the checkpoints of a run that no rule keeps.
 
 Only folders and files named after a step are looked at, and of these only checkpoints. The newest whole one always
-stays, and so does each that a file such as `latest` or a link names, each from which one that stays reads, and each
-that is newer than the newest whole one: a run may be writing it.
+stays, and so does each that a file such as `latest` or a link names, each from which one that stays reads, each that
+the parity of the whole run needs, and each that is newer than the newest whole one: a run may be writing it.
 """
 
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +25,7 @@ from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import printable
+from ckpt_formats.parity.blocks import find_parity, has_parity
 from ckpt_formats.registry.endings import ENDINGS
 from ckpt_formats.registry.location import STEP, check_there, checkpoints_in
 from ckpt_formats.registry.newest import open_whole, step_of
@@ -147,7 +148,7 @@ def prune_stored(
             where=printable(str(folder)),
             hint=f"Run it again later: their files must not have changed for {unchanged_for:.0f} s (--unchanged-for).",
         )
-    reasons = _reasons(folder, rules, whole, steps)
+    reasons, protected = _reasons(folder, rules, whole, steps), _names_in_parity(folder)
     retained, removed, broken = list[PrunedCheckpoint](), list[PrunedCheckpoint](), list[PrunedCheckpoint]()
     newest = steps.index(whole[0])
     for number, one in enumerate(steps):
@@ -156,6 +157,8 @@ def prune_stored(
             reason = "newer than the newest complete one"
         if reason is None and now - one.modified < unchanged_for:
             reason = "changed a moment ago"
+        if reason is None and one.path.name in protected:
+            reason = "the parity of the run needs it"
         if reason is None and not one.problem and not is_stored(one.path, one.step, one.modified):
             reason = "not stored elsewhere yet"
         if one.problem and (reason is not None or not incomplete):
@@ -170,6 +173,18 @@ def prune_stored(
                 raise IncompleteError("the newest complete checkpoint has disappeared", where=str(whole[0].path))
             remove_checkpoint(old.path)
     return PruneResult(folder, tuple(retained), tuple(removed), tuple(broken), finished)
+
+
+def _names_in_parity(folder: Path) -> Set[str]:
+    """The names in the folder of a run of which the parity of the whole run is computed, if there is any.
+
+    Without one of them, the parity replaces less of the others, and a repair would bring it back.
+    """
+    try:
+        names = find_parity(folder).manifest.lengths if has_parity(folder) else ()
+    except CkptError:
+        return frozenset()  # it repairs nothing
+    return {name.partition("/")[0] for name in names}
 
 
 @dataclass(frozen=True, eq=False)
