@@ -10,6 +10,7 @@ import ckpt
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, NotFoundError
 from ckpt_formats.core.seals import digest_of_seals
+from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.registry.newest import newest_whole
 from ckpt_formats.stores.location import source_path
 from ckpt_training import ranks
@@ -63,7 +64,10 @@ def _open_first(source: str | os.PathLike[str] | Checkpoint) -> OpenedSource:
         assert newest.checkpoint is not None
         passed_over = {path.name: str(why) for path, why in newest.passed_over.items()}
         return OpenedSource(newest.checkpoint, str(newest.path), passed_over)
-    is_last_of_chain = checkpoint.step is not None and (source_path(text) / "chain.json").is_file()
+    # A store was listed to open it: a chain there has the path that its text names, unless that also names a step.
+    is_listed = is_remote(checkpoint.path) and checkpoint.path.name == text.rstrip("/").rpartition("/")[2]
+    path = checkpoint.path if is_listed else source_path(text)
+    is_last_of_chain = checkpoint.step is not None and (path / "chain.json").is_file()
     return OpenedSource(checkpoint, f"{text.rstrip('/')}@{checkpoint.step}" if is_last_of_chain else text)
 
 

@@ -12,7 +12,7 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -34,6 +34,7 @@ from ckpt_formats.stores.http_client import Credentials
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
 from ckpt_formats.stores.parity_pieces import ParityRow, PieceInParity, PiecesInParity, computed, rows_of
 from ckpt_formats.stores.parity_requests import ColumnPiece, HeldParity
+from ckpt_formats.stores.piece_ahead import PieceAhead
 from ckpt_formats.stores.piece_requests import HELD_FILES, HeldFile, HeldRun, PieceName
 from ckpt_formats.stores.wire import parse_addresses
 
@@ -46,8 +47,10 @@ _SECONDS = 20.0
 """How long a holder may take for a connection, or an answer, before another is asked."""
 _BUSY_SECONDS = 5.0
 """How long to try again if a holder ends a connection before it greets."""
-_RECENT = 32
-"""Pieces that are in memory, since small reads share them."""
+_STEP = 16 << 20
+"""Bytes of a long read that are waited for at once."""
+_HEADER = 1 << 14
+"""Bytes up to which a read may be that of a header, after which reads go on elsewhere."""
 _CONNECTIONS = 4
 """Connections of a reader to a holder, which lets in some hundred: all ranks of a job may read at the same time."""
 _MAX_DAMAGED = 1000
@@ -159,9 +162,9 @@ class PeersStore(ListedStore):
         self._turns = {answer.address: BoundedSemaphore(_CONNECTIONS) for answer in answers}
         self._connections = {answer.address: SimpleQueue[Connection]() for answer in answers}
         weakref.finalize(self, _close_all, tuple(self._connections.values()))
-        self._recent: OrderedDict[tuple[str, int], Future[memoryview]] = OrderedDict()
+        self._ahead_of_pieces = PieceAhead(self._fetched)
         self._others: OrderedDict[tuple[str, int], Array] = OrderedDict()
-        self._lock_of_recent, self._lock_of_held = Lock(), Lock()
+        self._lock_of_counts, self._lock_of_held = Lock(), Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._run, self._generation, self._answers, self._fallback, self.notices)
@@ -219,37 +222,48 @@ class PeersStore(ListedStore):
 
     def get(self, key: str, offset: int, nbytes: int) -> memoryview:
         """A range of a file. Raises `IncompleteError` if nobody has a piece of it as it was sent."""
-        name = key[len(self._run) + 1 :]
-        starts, parts = self._starts[name], []
-        for number in range(max(bisect_right(starts, offset) - 1, 0), len(starts) - 1):
-            start = starts[number]
-            if start >= offset + nbytes:
-                break
-            parts.append(self._piece(name, number)[max(offset - start, 0) : offset + nbytes - start])
-        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        content = bytearray(nbytes)
+        self.read_into(key, offset, memoryview(content))
+        return memoryview(content)
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> int:
+        """Fill `view` from byte `offset` on of a file. Returns the bytes that there are. Raises as `get`."""
+        name, stop = self._name(key), min(offset + len(view), self._objects[key].nbytes)
+        starts = self._starts[name]
+        for begin in range(offset, stop, _STEP):
+            end = min(begin + _STEP, stop)
+            numbers, goes_on = _numbers(starts, begin, end), end - begin > _HEADER
+            pieces = self._ahead_of_pieces.request(name, numbers, starts, goes_on=goes_on)
+            for number, piece in zip(numbers, pieces, strict=True):
+                data, start = self._ahead_of_pieces.result(name, number, piece), starts[number]
+                low, high = max(begin, start), min(end, start + len(data))
+                view[low - offset : high - offset] = data[low - start : high - start]
+        return max(0, stop - offset)
+
+    def request(self, key: str, offset: int, nbytes: int) -> None:
+        name, stop = self._name(key), min(offset + nbytes, self._objects[key].nbytes)
+        if offset < stop:
+            starts = self._starts[name]
+            self._ahead_of_pieces.request(name, _numbers(starts, offset, stop)[:1], starts)
+
+    def has(self, key: str, offset: int, nbytes: int) -> bool:
+        name = self._name(key)
+        return self._ahead_of_pieces.has(name, _numbers(self._starts[name], offset, offset + nbytes))
+
+    def keep(self, nbytes: int) -> None:
+        self._ahead_of_pieces.limit(nbytes)
+
+    def _name(self, key: str) -> str:
+        """The name of a file in the generation."""
+        return key[len(self._run) + 1 :]
 
     def _piece(self, name: str, number: int) -> memoryview:
         """A piece that fits its hash. Threads that need it at the same time share one request."""
-        with self._lock_of_recent:
-            piece = self._recent.get((name, number))
-            is_first = piece is None
-            if piece is None:
-                piece = self._recent[name, number] = Future()
-                while len(self._recent) > _RECENT:
-                    self._recent.popitem(last=False)
-            else:
-                self._recent.move_to_end((name, number))
-        if is_first:
-            try:
-                piece.set_result(memoryview(self._fetched(name, number)))
-            except BaseException as error:
-                with self._lock_of_recent:
-                    if self._recent.get((name, number)) is piece:
-                        del self._recent[name, number]
-                piece.set_exception(error)
-        return piece.result()
+        numbers = range(number, number + 1)
+        (piece,) = self._ahead_of_pieces.request(name, numbers, self._starts[name])
+        return self._ahead_of_pieces.result(name, number, piece)
 
-    def _fetched(self, name: str, number: int) -> bytes | bytearray | memoryview:
+    def _fetched(self, name: str, number: int) -> memoryview:
         start, end = self._starts[name][number : number + 2]
         digest = self._files[name].pieces[number][1]
         digests = {digest}
@@ -260,7 +274,7 @@ class PeersStore(ListedStore):
             digests.add(own_digest)
             content = self._from_holder(address, own_digest, name, start, end - start)
             if content is not None:
-                return content
+                return memoryview(content)
         computed = self._computed_now(name, start, end - start, digests)
         if computed is not None:
             return computed
@@ -269,7 +283,7 @@ class PeersStore(ListedStore):
                 other = read_range(self._fallback / name, start, end - start)
                 if piece_requests.digest_of(other) in digests:
                     self._count(str(self._fallback), len(other))
-                    return other
+                    return memoryview(other)
         raise IncompleteError(
             f"no holder that answers has the bytes {start} to {end} of {name} as they were sent",
             where=f"{self.url}/{self._run}",
@@ -316,7 +330,7 @@ class PeersStore(ListedStore):
                     if placed.piece.nbytes == nbytes:
                         content = self._computed(placed, digests | {placed.piece.digest}, is_last=count == _REFRESHES)
                         if content is not None:
-                            with self._lock_of_recent:
+                            with self._lock_of_counts:
                                 self.nbytes_computed += nbytes
                             return content.data
                 return None
@@ -395,7 +409,7 @@ class PeersStore(ListedStore):
     def _other(self, piece: ColumnPiece) -> Array | None:
         """A piece that a holder has, for those that are computed from it; None if nobody gives it as it was sent."""
         key = (piece.file, piece.offset)
-        with self._lock_of_recent:
+        with self._lock_of_counts:
             if key in self._others:
                 self._others.move_to_end(key)
                 return self._others[key]
@@ -404,7 +418,7 @@ class PeersStore(ListedStore):
                 content = self._from_holder(address, digest, piece.file, piece.offset, piece.nbytes)
                 if content is not None:
                     values = np.frombuffer(content, np.uint8)
-                    with self._lock_of_recent:
+                    with self._lock_of_counts:
                         self._others[key] = values
                         while len(self._others) > _OTHERS:
                             self._others.popitem(last=False)
@@ -412,11 +426,11 @@ class PeersStore(ListedStore):
         return None
 
     def _count(self, source: str, nbytes: int) -> None:
-        with self._lock_of_recent:
+        with self._lock_of_counts:
             self.nbytes_from[source] += nbytes
 
     def _note_damage(self, piece: DamagedPiece) -> None:
-        with self._lock_of_recent:
+        with self._lock_of_counts:
             if len(self.damaged) < _MAX_DAMAGED:
                 self.damaged.add(piece)
 
@@ -445,6 +459,11 @@ class PeersStore(ListedStore):
             raise
         self._connections[address].put(connection)
         return answer
+
+
+def _numbers(starts: Sequence[int], begin: int, end: int) -> range:
+    """The pieces that have bytes of a range. `starts`: where each begins."""
+    return range(max(bisect_right(starts, begin) - 1, 0), bisect_left(starts, end))
 
 
 def is_recorded(generation: str, answers: Collection[HolderAnswer]) -> bool:

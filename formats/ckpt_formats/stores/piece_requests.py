@@ -250,5 +250,5 @@ def drop(connection: Connection, run: str, before: int, names: Sequence[str] = (
 
 def fetch(connection: Connection, name: PieceName) -> bytearray:
     """The bytes of a piece, as the holder has them: the caller compares their hash. Raises `CkptError`."""
-    connection.send(FrameKind.FETCH, json.dumps(asdict(name)).encode())
+    connection.send(FrameKind.FETCH, json.dumps(vars(name)).encode())
     return connection.receive(FrameKind.VALUES, wire.CHUNK_NBYTES)

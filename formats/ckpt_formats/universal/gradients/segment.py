@@ -16,7 +16,7 @@ from ckpt_formats.containers.typed_json import decode
 from ckpt_formats.core.claims import MAX_INDEX, MAX_RANDOM
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import Reader, read_whole
-from ckpt_formats.core.identity import unrecorded
+from ckpt_formats.core.identity import in_threads, unrecorded
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.text import list_names
 from ckpt_formats.core.values import Value
@@ -341,8 +341,9 @@ def open_segment(folder: Path, check: bool = False, limit: int | None = None) ->
     `IncompleteError` if the file of a rank is missing, and `CorruptError`.
     """
     layout, heads = open_layout(folder)
-    logs = tuple(scan(folder / rank_file(head.rank), head, check) for head in heads)
-    return Segment(folder, layout, logs, limit)
+    # The heads of records are read one after another, so a store answers many small requests.
+    logs = in_threads(lambda head: scan(folder / rank_file(head.rank), head, check), heads)
+    return Segment(folder, layout, tuple(logs), limit)
 
 
 def open_layout(folder: Path) -> tuple[SegmentLayout, tuple[FileHead, ...]]:
