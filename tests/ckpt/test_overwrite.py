@@ -67,7 +67,7 @@ def test_overwrite_removes_the_checksums_and_the_parity_of_the_old_file(tmp_path
     assert value_of(target) == 2.0
 
 
-def test_what_is_of_a_file_that_is_gone_is_not_taken_for_the_seal_or_parity_of_another(tmp_path: Path) -> None:
+def test_convert_and_copy_write_nothing_beside_the_seal_or_the_parity_of_a_file_that_is_gone(tmp_path: Path) -> None:
     target, copied = tmp_path / "out.safetensors", tmp_path / "copied.safetensors"
     for option in ("--seal", "--protect=1"):
         assert command("convert", source(tmp_path, 1.0), target, option).code == 0
