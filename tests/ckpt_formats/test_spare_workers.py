@@ -11,9 +11,12 @@ import pytest
 from ckpt.job import save
 from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.core.spare_workers import SpareWorkers
+from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.engines.dcp import DCP
+from ckpt_formats.engines.dcp.write import _join_small
 from ckpt_formats.engines.flax import Flax
 from ckpt_formats.engines.orbax import Orbax
 from ckpt_formats.engines.safetensors import Safetensors
@@ -118,3 +121,16 @@ def test_block_waits_for_the_item_that_is_being_computed() -> None:
             next(items)
             assert started.wait(10)
         assert finished == [True], "the block waits for the item that is being computed: it may use a reader"
+
+
+def test_part_in_use_stays_as_it_is_while_small_blocks_and_the_next_large_one_are_joined() -> None:
+    tensors = [one.weight for one in one_large().parameters.values() if one.name.startswith("tail")]
+    with ThreadPoolExecutor(1) as pool, Reader(check=False) as reader:
+        transfer = Transfer(reader, spare=SpareWorkers(threading.Semaphore(1), pool))
+        stream = _join_small(part for tensor in tensors for part in transfer.chunks(tensor))
+        written = b""
+        with transfer, transfer.ahead(stream, lambda part: len(part) > 1 << 17) as parts:
+            for part in parts:
+                pool.submit(int).result()  # the next part is computed now
+                written += part
+    assert written == b"".join(np.asarray(tensor).tobytes() for tensor in tensors)
