@@ -16,7 +16,7 @@ from ckpt_cli.options.report import ReportOptions
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import page
 from ckpt_cli.views.report import conclude, data
-from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Opened
+from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, opened_path
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import format_share, printable
 
@@ -73,11 +73,6 @@ def _page_facts(first: Checkpoint, second: Checkpoint, diff: Diff) -> dict[str, 
         del row["histogram"]
     fields["values"] = [value["text"] for value in fields["values"]]
     return fields | {name: totals(diff, by) for name, by in _PAGE_GROUPS.items()}
-
-
-def opened_path(checkpoint: Checkpoint) -> Path:
-    """The path under which it was opened: of a state of a chain, with its step."""
-    return next((edit.path for edit in checkpoint.history if isinstance(edit, Opened)), checkpoint.path)
 
 
 def as_text(first: Checkpoint, second: Checkpoint, result: Diff, sort: str, by: Sequence[str], top: int) -> None:

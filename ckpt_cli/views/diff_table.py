@@ -20,10 +20,10 @@ from ckpt_cli.options.exit_codes import exit_code
 from ckpt_cli.options.report import ReportOptions
 from ckpt_cli.progress import progress_bar
 from ckpt_cli.views import columns
-from ckpt_cli.views.diff import figures, note_differences, opened_path
+from ckpt_cli.views.diff import figures, note_differences
 from ckpt_cli.views.files import write_file
 from ckpt_cli.views.report import conclude, data, error_lines, say
-from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.checkpoint import Checkpoint, opened_path
 from ckpt_formats.core.errors import CkptError, OutputError
 from ckpt_formats.core.locking import check_folder_of
 from ckpt_formats.core.text import format_count, printable

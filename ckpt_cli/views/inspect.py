@@ -15,7 +15,7 @@ from ckpt_cli import notes
 from ckpt_cli.views import columns
 from ckpt_cli.views.file_ranges import FileRanges, SourceFiles
 from ckpt_cli.views.report import conclude, data
-from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.checkpoint import Checkpoint, opened_path
 from ckpt_formats.core.format import FilePlan
 from ckpt_formats.core.geometry import Box, Shape
 from ckpt_formats.core.seals import SealTable
@@ -71,6 +71,22 @@ def print_json(checkpoint: Checkpoint, place: str | Path) -> None:
     data(facts_of("checkpoint", [row], checkpoint.path, details=details))
 
 
+def _step(checkpoint: Checkpoint) -> str:
+    """The step that a checkpoint states. A chain has one for each state, also for those that state none themselves."""
+    if checkpoint.step is not None:
+        return str(checkpoint.step)
+    if format_name(checkpoint) != "chain":
+        return "not stated"
+    from ckpt_formats.universal.chain import address, chain_file, states
+
+    path = opened_path(checkpoint)
+    named = address.parse(path) or address.Address(path, None)
+    chain = chain_file.load(named.run / chain_file.NAME)
+    if chain.is_family:
+        return "not stated"
+    return f"{states.step_of(chain, named)} in the chain; the checkpoint states none"
+
+
 def _laid_out(layout: Mapping[str, Value]) -> str:
     """How the files are sharded, and under which keys of a state dict they have the model and the optimizer."""
     shown = {key: value for key, value in layout.items() if key != "keys" and _is_flat(value)}
@@ -100,7 +116,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
     click.echo(f"{printable(str(checkpoint.path))}: {format_name(checkpoint)}")
     version = f" {printable(origin.version)}" if origin.version else ""
     click.echo(f"engine      {printable(origin.engine)}{version}")
-    click.echo(f"step        {origin.step if origin.step is not None else 'not stated'}")
+    click.echo(f"step        {_step(checkpoint)}")
     click.echo(f"layout      {printable(_laid_out(origin.layout))}")
     states = sizes.table(checkpoint)
     nbytes = states.of_parameters(states.nbytes)

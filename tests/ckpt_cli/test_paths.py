@@ -129,3 +129,17 @@ def test_files_that_are_checkpoints_of_their_own_are_listed(tmp_path: Path) -> N
         ("epoch-10.ckpt", True),
     ]
     assert ckpt("verify", tmp_path).code == 10
+
+
+def test_inspect_shows_the_step_that_a_chain_has_of_a_checkpoint_without_one(tmp_path: Path) -> None:
+    weights, chain = SAMPLES / "transformers-5.23-trainer" / "model.safetensors", tmp_path / "run.chain"
+    for step in (7, 9):
+        assert ckpt("append", chain, weights, "--step", step).code == 0
+    for path, shown in (
+        (chain, "9 in the chain"),
+        (f"{chain}@7", "7 in the chain"),
+        (f"{chain}@last~2", "7 in the chain"),
+    ):
+        assert f"step        {shown}" in ckpt("inspect", path).out
+    assert json.loads(ckpt("inspect", chain, "--json").out)["origin"]["step"] is None
+    assert ckpt("diff", f"{chain}@7", weights).code == 0, "the state is the checkpoint, which states no step"

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt.combine.average_blob import EqualBlob
-from ckpt.combine.sources import all_files, dropped_notices, holder, model_of, place_of, untied_config
-from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter
+from ckpt.combine.sources import all_files, dropped_notices, holder, model_of, untied_config
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter, opened_path
 from ckpt_formats.core.dtypes import DType, is_float
 from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import IncompleteError, UnsupportedError
@@ -101,15 +101,15 @@ def _shared_names(models: Sequence[Checkpoint], done: str) -> list[str]:
         ):
             if absent:
                 raise IncompleteError(
-                    f"it lacks {len(absent)} tensors of {place_of(owner)}: {list_names(absent, printable)}",
-                    where=place_of(other),
+                    f"it lacks {len(absent)} tensors of {opened_path(owner)}: {list_names(absent, printable)}",
+                    where=opened_path(other),
                     hint=_hint(done),
                 )
     return list(all_names[0])
 
 
 def _check_shapes(models: Sequence[Checkpoint], names: Sequence[str], done: str) -> None:
-    first = place_of(models[0])
+    first = opened_path(models[0])
     for model in models[1:]:
         pairs = [(name, weight_of(models[0], name), weight_of(model, name)) for name in names]
         different = [
@@ -120,7 +120,7 @@ def _check_shapes(models: Sequence[Checkpoint], names: Sequence[str], done: str)
         if different:
             raise UnsupportedError(
                 f"{len(different)} tensors have other shapes than those of {first}: {list_names(different, printable)}",
-                where=place_of(model),
+                where=opened_path(model),
                 hint=_hint(done),
             )
         mixed = [name for name, a, b in pairs if not is_number(a.dtype) and a.dtype != b.dtype]
@@ -128,7 +128,7 @@ def _check_shapes(models: Sequence[Checkpoint], names: Sequence[str], done: str)
         if mixed:
             raise UnsupportedError(
                 f"{len(mixed)} tensors have other element types than those of {first}: {list_names(mixed, printable)}",
-                where=place_of(model),
+                where=opened_path(model),
             )
 
 
@@ -149,7 +149,7 @@ def _notices(
     if counters:
         yield Notice(f"counters of batches are not {done}: the largest is taken", tuple(counters))
     for model in models[1:]:
-        where = f"those of {place_of(model)}"
+        where = f"those of {opened_path(model)}"
         entries = _other_entries(models[0].extras.get(_CONFIG), model.extras.get(_CONFIG))
         if entries:
             text = f"entries of config.json differ from {where}; the first checkpoint's are kept"

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from ckpt_formats.core.checkpoint import Checkpoint, Opened, SourceFile
+from ckpt_formats.core.checkpoint import Checkpoint, SourceFile
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.engines.hf.folder import is_training_file
@@ -29,11 +28,6 @@ def model_of(source: Checkpoint) -> Checkpoint:
 def holder(model: Checkpoint, name: str) -> str:
     """The name of the parameter that has the values of `name`, which may be tied to it."""
     return name if name in model.parameters else model.aliases[name]
-
-
-def place_of(source: Checkpoint) -> Path:
-    """The path under which it was opened: of a state of a chain, with its step."""
-    return next((edit.path for edit in source.history if isinstance(edit, Opened)), source.path)
 
 
 def dropped_notices(sources: Sequence[Checkpoint]) -> Iterator[Notice]:

@@ -436,3 +436,8 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
             for name in group.names:
                 if name not in self.parameters:
                     yield name, f"is in optimizer group {i}, but not in the checkpoint"
+
+
+def opened_path(checkpoint: Checkpoint) -> Path:
+    """The path under which it was opened: of a state of a chain, with its step."""
+    return next((edit.path for edit in checkpoint.history if isinstance(edit, Opened)), checkpoint.path)
