@@ -13,7 +13,7 @@ import pytest
 
 import ckpt as library
 from ckpt.compare.statistics import Figures
-from ckpt.compare.statistics.figures import figures_of
+from ckpt.compare.statistics.figures import Measurement
 from ckpt.compare.sums import Histogram
 from ckpt.pipeline import Execution
 from ckpt_formats.core.dtypes import DTYPES
@@ -43,6 +43,12 @@ def by_numpy(values: Array) -> dict[str, Any]:
         "exponents": dict(zip(*(one.tolist() for one in np.unique(exponents, return_counts=True)), strict=True)),
         "numbers": finite,
     }
+
+
+def figures_of(values: Array) -> Figures:
+    measurement = Measurement(values.dtype, values.size)
+    measurement.add(values)
+    return measurement.figures()
 
 
 def agree(figures: Figures, values: Array) -> None:

@@ -32,7 +32,6 @@ GGUF_TYPES = {
 """By the name that ggml gives them."""
 
 _E2M1 = E2M1 + FLOAT32.type(0)  # code 8 is +0 here
-_HALF_SCALE = 127
 
 
 def decode_gguf(name: str, blocks: Array, out: Array) -> None:

@@ -35,10 +35,6 @@ class Schedule(Checked):
     day_nbytes: Annotated[float, MAY_BE_INFINITE] | None
     """Bytes written on a day; None if the bytes of a base or of a step are not known."""
 
-    @property
-    def with_log(self) -> bool:
-        return self.flush_steps is not None
-
 
 @dataclass(frozen=True)
 class FailurePlan(Checked):

@@ -394,16 +394,6 @@ def _whole_or(tensor: Tensor) -> Tensor:
     return inner if isinstance(inner, Tensor) and inner.shape == tensor.shape else tensor
 
 
-def split_stack(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
-    """The `count` tensors of shape (...) in a stack of shape (count, ...).
-
-    Raises `UnsupportedError` for another shape.
-    """
-    if tensor.shape[:1] != (count,):
-        raise UnsupportedError(f"a tensor of shape {list(tensor.shape)} is not a stack of {count}")
-    return tuple(Tensor.of(UnstackedBlob(tensor.crop(slab(tensor.shape, 0, i, i + 1)))) for i in range(count))
-
-
 def rows_of(tensor: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
     """The concatenated ranges (start, stop) of a tensor's first axis."""
     shape = (sum(stop - start for start, stop in blocks), *tensor.shape[1:])

@@ -1,6 +1,5 @@
 """The parts of a run that are recorded: the tensors of its optimizers, and the parameters that they contain."""
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -185,10 +184,6 @@ class FlatTensor:
     parts: tuple[LocalPart, ...]
     replica_parts: tuple[LocalPart, ...] = ()
     """As in `TrackedTensor`."""
-
-
-UNOWNED = re.compile(r"optimizer\.\d+\.\d+")
-"""The names of tensors of an optimizer that the model does not have any more, or that another optimizer has, too."""
 
 
 def plain_run(

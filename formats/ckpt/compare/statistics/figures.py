@@ -115,13 +115,6 @@ class Measurement:
         )
 
 
-def figures_of(values: Array) -> Figures:
-    """The figures of an array of at most `PIECE` elements, of any shape; its dtype is one of numbers or booleans."""
-    measurement = Measurement(values.dtype, values.size)
-    measurement.add(values)
-    return measurement.figures()
-
-
 @cache
 def _values_of(dtype: DType) -> Array:
     """The value of each word of a type of one or two bytes: (256,) or (65536,) float64."""
