@@ -183,8 +183,8 @@ def _checked(result: Result) -> str:
     if not parts:
         return "the source has no checksums"
     is_one = result.checksums + result.chunks == 1
-    theirs = "" if not result.chunks else " its checksum" if is_one else " their checksums"
-    return f"{' and '.join(parts)} of the source match{'es' * is_one}{theirs}"
+    owned = "" if not result.chunks else " its checksum" if is_one else " their checksums"
+    return f"{' and '.join(parts)} of the source match{'es' * is_one}{owned}"
 
 
 def to_json(result: Result) -> dict[str, Any]:

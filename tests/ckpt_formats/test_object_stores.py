@@ -164,9 +164,9 @@ def test_config_in_a_store_is_read_as_one_on_the_disk(user: StoreServer, tmp_pat
     for name, config in (("disk", folder), ("store", url)):
         assert ckpt("convert", model, tmp_path / name, "--to", "hf", "--config", config).code == 0
     assert contents(tmp_path / "store") == contents(tmp_path / "disk")
-    library.save(library.open(model), tmp_path / "library", library.HuggingFace(config=f"{url}/config.json"))
-    written = (tmp_path / "library" / "config.json").read_bytes()
-    assert json.loads(written) == json.loads((tmp_path / "disk" / "config.json").read_bytes())
+    with pytest.raises(library.InvalidArgumentError, match="config must be a local path or None"):
+        library.HuggingFace(config=url)
+    assert library.use_names(library.open(model), "hf", config=f"{url}/config.json").keys()
     missing = ckpt("convert", model, tmp_path / "none", "--to", "hf", "--config", f"{url}/none.json")
     assert (missing.code, f"{url}/none.json" in missing.err) == (10, True)
 

@@ -21,6 +21,7 @@ from ckpt_formats.engines.hf.side_files import config_of
 from ckpt_formats.engines.hf.write import ADAPTER, files_of_source
 from ckpt_formats.engines.safetensors import Safetensors
 from ckpt_formats.state_dicts.run_files import SideFile
+from ckpt_formats.stores.location import source_path
 from ckpt_formats.universal.boxes.table import BoxPlace
 from ckpt_formats.universal.published.model import (
     MAX_FILE,
@@ -103,7 +104,7 @@ def exported_model(
         IncompleteError: Parts of tensors are missing.
     """
     source = checkpoint if dtype is None else checkpoint.cast(dtype)
-    format = HuggingFace(config=config) if names == "hf" else Safetensors()
+    format = HuggingFace(config=None if config is None else source_path(config)) if names == "hf" else Safetensors()
     prepared = prepare(source, format)
     own_files = files_of_source(prepared)
     if names == "hf" and config is None and config_of(own_files) is None and ADAPTER not in own_files:

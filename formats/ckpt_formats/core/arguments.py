@@ -89,7 +89,7 @@ Increase = Annotated[float, Range(0)]
 StrPath = str | os.PathLike[str]
 """A path or a URL of the user. A text stays a text, since a URL is no path of the file system."""
 LocalPath = Annotated[str | os.PathLike[str], "local"]
-"""A path in the file system. A text becomes a `Path`."""
+"""A path in the file system, of which a text becomes a `Path`; a URL is refused. A `Path` of a store stays one."""
 MAY_BE_INFINITE = "may be infinite"
 """Marks a number that is a result and may be infinite."""
 
@@ -289,6 +289,19 @@ def _path(value: Any) -> Path:
     raise Refused
 
 
+def _local_path(value: Any) -> Path:
+    """A path that was opened as it is, and what a text names in the file system."""
+    path = _path(value)
+    if path is not value and "://" in os.fspath(value):
+        raise Refused
+    return path
+
+
+def as_path(value: str | os.PathLike[str]) -> Path:
+    """A `Path` as it is, also one of a store, which `Path(value)` would take for a local one; or that of a text."""
+    return value if isinstance(value, Path) else Path(value)
+
+
 def _path_or_text(value: Any) -> Path | str:
     """A path as it is, and what another object names as a text: it may be a URL."""
     if isinstance(value, Path):
@@ -318,7 +331,7 @@ _PLAIN: dict[Any, ArgumentKind] = {
     bool: _instance("True or False", lambda value: isinstance(value, bool), bool),
     str: _instance("a text", lambda value: isinstance(value, str), str),
     Path: ArgumentKind("a path", _path),
-    LocalPath: ArgumentKind("a path", _path),
+    LocalPath: ArgumentKind("a local path", _local_path),
 }
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt_formats.containers.gguf import MAGIC
-from ckpt_formats.core.arguments import StrPath
+from ckpt_formats.core.arguments import LocalPath, as_path
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.transfer import Transfer
-from ckpt_formats.stores.location import source_path
 
 SUFFIX = ".gguf"
 
@@ -31,7 +30,7 @@ class Gguf(WritableFormat):
     outtype: Literal["f32", "f16", "bf16", "q8_0"] | None = None
     """The type of matrices; None: that of the source. Vectors, norms and routers are float32 if the source is no GGUF
     file, or if a type is stated."""
-    config: StrPath | None = None
+    config: LocalPath | None = None
     """The model's configuration, or its folder with the tokenizer; None: the configuration of the source."""
     without_tokenizer: bool | None = None
     """Leave out the tokenizer. llama.cpp then takes only numbers of tokens."""
@@ -45,7 +44,7 @@ class Gguf(WritableFormat):
         return read_model(path)
 
     def input_files(self) -> tuple[Path, ...]:
-        return () if self.config is None else (source_path(self.config),)
+        return () if self.config is None else (as_path(self.config),)
 
     def plan(self, source: Checkpoint) -> Plan:
         from ckpt_formats.engines.gguf.write import plan_model

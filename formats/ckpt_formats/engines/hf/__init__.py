@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_formats.core.arguments import Positive, StrPath
+from ckpt_formats.core.arguments import LocalPath, Positive, as_path
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, unsure
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.engines.hf.folder import recognised
-from ckpt_formats.stores.location import source_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class HuggingFace(WritableFormat):
 
     shard_nbytes: Positive = 5 << 30
     """Bytes: about how large each file of weights becomes."""
-    config: StrPath | None = None
+    config: LocalPath | None = None
     """The model's configuration, or its folder; None: the configuration of the source."""
 
     def detect(self, path: Path) -> bool:
@@ -46,7 +45,7 @@ class HuggingFace(WritableFormat):
         return read_folder(path, options)
 
     def input_files(self) -> tuple[Path, ...]:
-        return () if self.config is None else (source_path(self.config),)
+        return () if self.config is None else (as_path(self.config),)
 
     def plan(self, source: Checkpoint) -> Plan:
         from ckpt_formats.containers.safetensors_shards import lost_states

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_formats.core.arguments import StrPath
+from ckpt_formats.core.arguments import LocalPath, as_path
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import form_of
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
@@ -34,7 +34,6 @@ from ckpt_formats.engines.megatron.shared.folder import (
     point_to,
 )
 from ckpt_formats.engines.megatron.shared.options import LayoutOptions
-from ckpt_formats.stores.location import source_path
 
 if TYPE_CHECKING:
     from ckpt_formats.engines.megatron.shared.write_layout import WriteLayout
@@ -46,11 +45,11 @@ class _Megatron(LayoutOptions, WritableFormat):
     is_of_engine = True
     even_states = True
 
-    config: StrPath | None = None
+    config: LocalPath | None = None
     """The configuration of a Hugging Face model, or its folder; None: the configuration of the source."""
 
     def input_files(self) -> tuple[Path, ...]:
-        return () if self.config is None else (source_path(self.config),)
+        return () if self.config is None else (as_path(self.config),)
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         from ckpt_formats.engines.megatron.shared.master_check import suspicions_of
