@@ -197,7 +197,7 @@ class Subspace(DeltaCodec):
             step_size = rms * (SMALL_STEP_SIZE if transform.before is not None else SMALL_BASE_STEP_SIZE)
             zero = 0.5
         elif transform.before is not None:
-            step_size, zero = settled_step(self.step_size) * (self.rms or rms), DEAD_ZONE
+            step_size, zero = stationary_step(self.step_size) * (self.rms or rms), DEAD_ZONE
         else:
             step_size, zero = self.base_step_size * rms, 0.5
         if bound is not None:
@@ -268,7 +268,7 @@ class Subspace(DeltaCodec):
         return energy, values.size
 
 
-def settled_step(step_size: float) -> float:
+def stationary_step(step_size: float) -> float:
     """The step size in units of the quantized values, for one in units of the true change.
 
     The quantized values are the sum of the true change and of the error of the step before. If step sizes were a

@@ -182,10 +182,10 @@ class Job(Checked):
                 hint="Remove it first, or write all in one process.",
             )
         from ckpt.job.replacing import replace_target  # few jobs replace anything
-        from ckpt.pipeline.removal import delete, path_beside
+        from ckpt.pipeline.removal import delete, replacement_path
 
         self._check_replaceable()
-        new = path_beside(self.path)
+        new = replacement_path(self.path)
         delete(new)  # of a job that was killed
         result = Job(self.source, new, self.format)._execute(resources, progress)
         replace_target(self.path)
@@ -251,11 +251,11 @@ class Job(Checked):
     def _plan(self) -> Plan:
         target = self.path
         if self._is_replacing:
-            from ckpt.pipeline.removal import path_beside
+            from ckpt.pipeline.removal import replacement_path
 
             self._check_replaceable()
             while os.path.lexists(target):  # a job that was killed may have left one beside it, too
-                target = path_beside(target)
+                target = replacement_path(target)
         plan = pipeline.plan(self._source, target, self._format)
         renaming = tuple(notice for notice in self._source.notices if notice not in self.source.notices)
         return replace(plan, notes=(*renaming, *plan.notes))

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckpt.pipeline.removal import delete, delete_beside, path_beside
+from ckpt.pipeline.removal import delete, delete_beside, replacement_path
 from ckpt.pipeline.target import inside
 from ckpt_formats.core.errors import CkptError, OutputError, UnsupportedError
 from ckpt_formats.core.locking import unwritable
@@ -59,7 +59,7 @@ def _local(path: Path) -> Path | None:
 
 def replace_target(target: Path) -> None:
     """Let what was written beside a target take its name, and delete what had it before. Raises `OutputError`."""
-    new = path_beside(target)
+    new = replacement_path(target)
     try:
         delete_beside(target)  # what is there is of the old one
         exchange(new, target)

@@ -50,7 +50,7 @@ def set_aside_path(path: Path) -> Path:
     return path.with_name(f".{path.name}{REMOVED}")
 
 
-def path_beside(target: Path) -> Path:
+def replacement_path(target: Path) -> Path:
     """Where the checkpoint is written that will replace a target. It has the target's ending."""
     return target.with_name(f"{NEW}{target.name}")
 
@@ -71,7 +71,7 @@ def finish_removal(path: Path) -> tuple[int, int]:
         files = nbytes = 0
         if os.path.lexists(set_aside_path(path)) and not os.path.lexists(path):
             delete_beside(path)
-        for left in (set_aside_path(path), path_beside(path)):
+        for left in (set_aside_path(path), replacement_path(path)):
             own = [left] if left.is_file() else [one for one in left.rglob("*") if one.is_file()]
             files, nbytes = files + len(own), nbytes + sum(one.lstat().st_size for one in own)
             delete(left)

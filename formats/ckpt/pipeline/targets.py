@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt.pipeline import folder_target
 from ckpt.pipeline.job_note import JobNote
-from ckpt.pipeline.removal import finish_removal, path_beside
+from ckpt.pipeline.removal import finish_removal, replacement_path
 from ckpt.pipeline.resources import Execution
 from ckpt.pipeline.target import StagedTarget
 from ckpt_formats.core.arguments import StrPath, checked
@@ -72,7 +72,7 @@ def clean(target: StrPath) -> Removed:
     path = target_path(target)
     counts = [finish_removal(path)]
     if not is_remote(path):
-        counts.append(folder_target.remove(path_beside(path))[:2])
+        counts.append(folder_target.remove(replacement_path(path))[:2])
     removed = Removed(*_module(path).remove(path))
     files, nbytes = (sum(numbers) for numbers in zip(*counts, strict=True))
     return replace(removed, files=removed.files + files, nbytes=removed.nbytes + nbytes)

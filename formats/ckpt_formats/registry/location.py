@@ -82,7 +82,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     try:
         format = _of_folder(path)
     except CkptError:
-        return _steps_beside_files(path)
+        return _steps_with_file(path)
     if format is not None and format.files_are_checkpoints:
         if files := _models_in(path, format):
             return sort_by_age([*files, *all_inside(path, is_checkpoint)])
@@ -107,7 +107,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     return inside
 
 
-def _steps_beside_files(path: Path) -> list[Path]:
+def _steps_with_file(path: Path) -> list[Path]:
     """The steps of a run whose pointer is missing or damaged, and a file of weights beside them; else none."""
     steps = [one for one in all_inside(path, is_checkpoint) if STEP.fullmatch(one.name)]
     format = _first(path) if steps else None
