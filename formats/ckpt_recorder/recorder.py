@@ -5,7 +5,6 @@ import os
 import time
 import uuid
 import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt.holding.peers import changed_states
 from ckpt_codecs.gradients import gradient_codec
@@ -34,13 +32,14 @@ from ckpt_recorder.probe import as_updates, class_name, flags_of
 from ckpt_recorder.proof import begin_proof
 from ckpt_recorder.prover import SegmentProof
 from ckpt_recorder.recording import RankRecording, draft_layout
+from ckpt_recorder.run_hooks import RunCalls, RunHooks
 from ckpt_recorder.step_calls import StepCalls
 from ckpt_recorder.watched_tensors import is_swapped
 from ckpt_recorder.writer import WriterSettings
 from ckpt_training import ranks
 from ckpt_training.engines.registry import check_initialized, tracked_run
 from ckpt_training.engines.run import TrackedRun, persistent_buffers, renamed
-from ckpt_training.hooks import ForwardHooks, RunHook, is_running, step_frame, wrap_method
+from ckpt_training.hooks import RunHook, is_running, step_frame
 from ckpt_training.plain_notes import extra_name, plain_note
 from ckpt_training.random_states import RandomStates
 from ckpt_training.resumed_steps import last_step
@@ -103,8 +102,6 @@ class Recorder:
         if self.options.peers is not None:
             self.options.peers.host_of(self._rank, self._world)  # raises: the hosts do not fit the ranks
         self._recording: RankRecording | None = None
-        self._hooks: list[Any] = []
-        self._unwrap: Callable[[], None] | None = None
         self._last_retry = -1
         self._buffers: dict[str, torch.Tensor] | None = None
         self._random = RandomStates()
@@ -138,7 +135,7 @@ class Recorder:
         begin = time.monotonic()
         self._begin()
         self._intervals.base_took(time.monotonic() - begin)
-        self._attach()
+        self._hooks = self._attached()
         self._is_attached = True
         open_recorders.add(self)
 
@@ -185,7 +182,7 @@ class Recorder:
 
         In a process that was forked from that of the run, this leaves the recording of the run alone.
         """
-        self._detach()
+        self._hooks.remove()
         if os.getpid() == self._pid:
             self._end(reason)
         if self._bases is not None:
@@ -194,7 +191,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write and flush all records, and stop."""
-        self._detach()
+        self._hooks.remove()
         open_recorders.remove(self)
         if self._calls.are_complete:
             self._record_last()
@@ -330,14 +327,6 @@ class Recorder:
             raise result
         return result
 
-    def _detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        if self._unwrap is not None:
-            self._unwrap()
-            self._unwrap = None
-
     def _replace_others(self) -> None:
         """End the recorders that were not closed and would record the same run, as after a cell that ran again."""
         for other in open_recorders.replaced_by(self.chain, self.optimizers):
@@ -350,43 +339,30 @@ class Recorder:
                 stacklevel=3,
             )
 
-    def _attach(self) -> None:
-        before, after = RunHook(self._before_step), RunHook(self._after_step)
-        self._hooks = [one.register_step_pre_hook(before) for one in self._run.optimizers]
-        self._hooks += [one.register_step_post_hook(after) for one in self._run.optimizers]
+    def _attached(self) -> RunHooks:
+        """The hooks in the run, which begins with its first call of an optimizer."""
         self._calls = StepCalls(len(self._run.optimizers), self._run.calls_per_step)
-        self._forward_hooks = ForwardHooks(self._model, self._before_forward)
-        self._hooks.append(self._forward_hooks)
-        if self._run.groups is None:
-            recorder = weakref.WeakMethod(self._before_any_step)  # the hook lives as long as the process
+        calls = RunCalls(
+            self._before_step, self._after_step, self._before_any_step, self._before_forward, self._around_engine_step
+        )
+        return RunHooks(self._model, self._run, calls)
 
-            def before_any_step(*arguments: Any) -> None:
-                if (hook := recorder()) is not None:
-                    hook(*arguments)
+    def _around_engine_step(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The step method of an engine, after which its notes are recorded."""
 
-            self._hooks.append(register_optimizer_step_pre_hook(before_any_step))
-        if self._run.after_step is not None and self._unwrap is None:
-            self._wrap_step(*self._run.after_step)
+        def step(*arguments: Any, **named: Any) -> Any:
+            before, counted = self.step, self._run.counted
+            total = counted() if counted is not None else 0
+            result = method(*arguments, **named)
+            if self.step == before and counted is not None and counted() != total:
+                self.step += 1  # overflow of fp16: the engine counts the step, but its optimizer did nothing
+                self._record(RankRecording.record_nothing, self.step)
+                self._observe("forward")
+            if self.step != before or counted is None:  # a step that is skipped, and not counted, is noted, too
+                self.note(**self._run.notes())
+            return result
 
-    def _wrap_step(self, engine: Any, name: str) -> None:
-        """Wrap the step method of an engine, to record its notes after each step."""
-
-        def around(method: Callable[..., Any]) -> Callable[..., Any]:
-            def step(*arguments: Any, **named: Any) -> Any:
-                before, counted = self.step, self._run.counted
-                total = counted() if counted is not None else 0
-                result = method(*arguments, **named)
-                if self.step == before and counted is not None and counted() != total:
-                    self.step += 1  # overflow of fp16: the engine counts the step, but its optimizer did nothing
-                    self._record(RankRecording.record_nothing, self.step)
-                    self._observe("forward")
-                if self.step != before or counted is None:  # a step that is skipped, and not counted, is noted, too
-                    self.note(**self._run.notes())
-                return result
-
-            return step
-
-        self._unwrap = wrap_method(engine, name, around)
+        return step
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
         """Record an optimizer that the run has put in the place of those that it had."""
@@ -399,14 +375,14 @@ class Recorder:
         _LOG.warning("step %d: the run steps its parameters with another %s", self.step + 1, class_name(optimizer))
         self._observe("forward")
         others = [one for i, one in enumerate(self._run.optimizers) if i not in replaced]
-        self._detach()
+        self._hooks.remove()
         self._optimizer = [*others, optimizer]
         self._begin_again(tracks_again=True)
-        self._attach()
+        self._hooks = self._attached()
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         """Look for changes since the last step before the forward pass of the next one makes its own."""
-        may_be_inner = not self._forward_hooks.called(module) and self._between.has_seen_pass
+        may_be_inner = not self._hooks.forward.called(module) and self._between.has_seen_pass
         if torch.compiler.is_compiling() or may_be_inner or not torch.is_grad_enabled():
             return
         if not self._between.pass_begins(is_training=module.training):
@@ -539,9 +515,9 @@ class Recorder:
         if not self._calls.end_one():
             return
         self.step += 1
-        self._forward_hooks.step_done()
+        self._hooks.forward.step_done()
         if not self._between.in_iteration:
-            self._forward_hooks.search()
+            self._hooks.forward.search()
         self._between.step_done()
         self._start_prover()
         waited = 0.0 if self._recording is None else self._recording.waited
