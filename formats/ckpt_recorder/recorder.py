@@ -222,7 +222,7 @@ class Recorder:
                 _LOG.warning("the steps of the run are not proved: %s", error.strerror)
 
     def _tracked_run(self) -> TrackedRun:
-        run = tracked_run(self._model, self._optimizer, self._rank, has_begun=self._is_attached)
+        run = tracked_run(self._model, self._optimizer, self._rank, is_recorded=self._is_attached)
         return run if self.options.rename is None else renamed(run, self.options.rename)
 
     @property

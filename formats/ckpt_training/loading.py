@@ -120,7 +120,7 @@ def load(
     with ranks.together():
         _give_memory(model, opened.checkpoint, device)
         check_initialized(model)
-        run = tracked_run(model, optimizer, ranks.rank_and_world()[0], has_begun=False)
+        run = tracked_run(model, optimizer, ranks.rank_and_world()[0], is_recorded=False)
         run = run if rename is None else renamed(run, rename)
         shards = list(model_shards_of(run))
         own, ties = names_of_run(run, shards), ties_of(run)
@@ -244,8 +244,8 @@ def _lacking(source: Checkpoint, names: Iterable[str]) -> int:
 def _model_fills(run: TrackedRun, shards: Sequence[LocalShard], matching: Matching) -> Iterator[Fill]:
     """The memory of the model and of the masters, with the stored values. What `refresh` makes is left out."""
     masters = list(masters_of(run, shards))
-    made_by_refresh = names_with_master(run, shards) if masters else frozenset[str]()
-    for shard in (*masters, *(one for one in shards if one.name not in made_by_refresh)):
+    derived_from_masters = names_with_master(run, shards) if masters else frozenset[str]()
+    for shard in (*masters, *(one for one in shards if one.name not in derived_from_masters)):
         if (stored := matching.values(shard.part, shard.state, shard.memory.dtype)) is not None:
             yield shard, stored
 

@@ -138,7 +138,7 @@ class Publisher(SnapshotContext):
         self._is_closed, self._has_warned = False, False
         with ranks.together():
             check_initialized(model)
-            run = tracked_run(model, optimizer, self._rank, has_begun=False)
+            run = tracked_run(model, optimizer, self._rank, is_recorded=False)
             self._run = run if rename is None else renamed(run, rename)
             contents, paths = _files_of(self._run, dtype, files or {})
         config = json.loads(contents[_CONFIG]) if _CONFIG in contents else None

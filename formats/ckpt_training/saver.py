@@ -243,7 +243,7 @@ class Saver(SnapshotContext):
         with ranks.together():
             job = None if then is None else ThenJob.of(then)
             check_initialized(model)
-            self._run = tracked_run(model, optimizer, rank, has_begun=False)
+            self._run = tracked_run(model, optimizer, rank, is_recorded=False)
         self._plan = agree(self._run)
         with ranks.together():
             if rank == 0:

@@ -54,7 +54,7 @@ def test_counts_of_parameters_become_those_of_groups(tmp_path: Path) -> None:
     save(saved, adam, tmp_path / "run.pt")
     load(tmp_path / "run.pt", model, optimizer)
     assert optimizer.param_groups[0]["step"] == 3
-    assert count_of(tracked_run(model, optimizer, 0, has_begun=False), 0) == 3
+    assert count_of(tracked_run(model, optimizer, 0, is_recorded=False), 0) == 3
     assert {tuple(state) for state in optimizer.state.values()} == {("exp_avg", "exp_avg_sq")}
     train(saved, adam, 1)
     train(model, optimizer, 1)

@@ -23,10 +23,10 @@ the model is not of its engine. ckpt asks these functions before it looks for en
 """
 
 
-def tracked_run(model: Any, optimizer: Any, rank: int, *, has_begun: bool) -> TrackedRun:
+def tracked_run(model: Any, optimizer: Any, rank: int, *, is_recorded: bool) -> TrackedRun:
     """The run of a model and its optimizer, or a list of them; None: of a model alone.
 
-    `has_begun`: it is being recorded.
+    `is_recorded`: it is being recorded.
 
     Raises `UnsupportedError` if the run cannot be recorded.
     """
@@ -38,7 +38,7 @@ def tracked_run(model: Any, optimizer: Any, rank: int, *, has_begun: bool) -> Tr
     if megatron.is_megatron(model, optimizer):
         return megatron.megatron_run(model, optimizer)
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
-    return _torch_run(model, [_innermost(one) for one in optimizers], has_begun=has_begun)
+    return _torch_run(model, [_innermost(one) for one in optimizers], is_recorded=is_recorded)
 
 
 @cache
@@ -85,13 +85,13 @@ def check_initialized(model: Any) -> None:
         )
 
 
-def _torch_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, has_begun: bool) -> TrackedRun:
-    """The run of optimizers of torch. `has_begun`: it is being recorded."""
+def _torch_run(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, is_recorded: bool) -> TrackedRun:
+    """The run of optimizers of torch. `is_recorded`: it is being recorded."""
     if is_fsdp1(model):
         return fsdp1_run(model, optimizers)
     if _is_zero_redundancy(optimizers):
         return _zero_redundancy_run(model, optimizers)
-    return plain_run(model, optimizers, has_begun=has_begun)
+    return plain_run(model, optimizers, is_recorded=is_recorded)
 
 
 def _is_zero_redundancy(optimizers: Sequence[torch.optim.Optimizer]) -> bool:

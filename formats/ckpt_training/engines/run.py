@@ -191,12 +191,12 @@ def plain_run(
     optimizers: Sequence[torch.optim.Optimizer],
     flat: Mapping[int, FlatTensor] | None = None,
     *,
-    has_begun: bool = False,
+    is_recorded: bool = False,
 ) -> TrackedRun:
     """A run of one process, of DDP, of FSDP2, or of pipeline stages, whose names may differ between ranks.
 
     `flat`: what is in those tensors of the optimizers, by id, that are no parameters of the model themselves.
-    `has_begun`: the run is being recorded. The model may have replaced tensors that its optimizers still step.
+    `is_recorded`: the run is being recorded. The model may have replaced tensors that its optimizers still step.
 
     Raises `InvalidArgumentError` if the optimizer is not that of the model, `UnsupportedError` as `Recorder`.
     """
@@ -214,7 +214,7 @@ def plain_run(
                 one = (flat or {}).get(id(parameter))
                 if one is None:
                     name = names.get(id(parameter))
-                    if id(parameter) in of_others or (name is None and has_begun):
+                    if id(parameter) in of_others or (name is None and is_recorded):
                         name = f"optimizer.{number}.{sum(map(len, groups)) + len(group_members)}"
                     if name is None:
                         raise InvalidArgumentError(

@@ -43,7 +43,7 @@ def fill(kind: Kind, out: Path) -> None:
     if kind.engine in ("fsdp1", "fsdp2"):
         run.evaluate()  # the outermost module has full parameters then
     rank = distributed.get_rank()
-    tracked = tracked_run(run.model, run.optimizer, rank, has_begun=False)
+    tracked = tracked_run(run.model, run.optimizer, rank, is_recorded=False)
     parts = [write(shard) for shard in model_shards_of(tracked)]
     masters = [write(shard) for shard in masters_of(tracked)]
     parts += masters
