@@ -2,22 +2,26 @@
 
 `patterns` loses all sets of blocks of small codes, `damage` files of random folders: removed, torn, flipped, exchanged,
 lengthened, up to what parity replaces and beyond. No file may ever have other bytes than the original or the damaged
-ones, and what cannot be repaired must be named. `kills` ends protect and repair in front of each change to the file
-system: parity is absent or whole, each file is damaged as before or whole, and the next run finishes.
+ones, and what cannot be repaired must be named. So it does in chains with logs, and in buckets. `kills` ends protect
+and repair in front of each change to the file system: parity is absent or whole, each file is damaged as before or
+whole, and the next run finishes.
 """
 
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
+import obstore
 
 import ckpt as library
 from ckpt.chains.append import append
@@ -27,11 +31,15 @@ from ckpt.protection.damage import find_damage
 from ckpt.protection.members import protect_members
 from ckpt.protection.protect import REPAIRED
 from ckpt_formats.core.checkpoint import Origin
-from ckpt_formats.core.folders import PARITY
+from ckpt_formats.core.folders import CHAIN_LOCK, PARITY
 from ckpt_formats.parity.blocks import find_parity
 from ckpt_formats.parity.code import multiply, parity_matrix, recovery_matrix
+from ckpt_formats.stores.location import target_path
+from ckpt_formats.universal.chain import chain_file
+from gradient_logs import small_log
 from held import checkpoint, parameter
 from killing import killed, points
+from object_stores import BUCKET, Killer, StoreServer, killing, moto, reached, start
 from run import Round, alternated
 
 RESOURCES = library.Resources(workers=2)
@@ -89,9 +97,10 @@ def make_contents(generator: random.Random) -> dict[str, bytes]:
     }
 
 
-def harm(root: Path, generator: random.Random) -> set[str]:
-    """Damage one file, or exchange two. Returns their names."""
+def harm(root: Path, generator: random.Random, spared: Collection[str] = ()) -> set[str]:
+    """Damage one file, or exchange two, but none that is spared. Returns their names."""
     names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*")) if path.is_file()]
+    names = [name for name in names if name not in spared]
     path = root / generator.choice(names)
     data, way = path.read_bytes(), generator.randrange(6)
     if way == 0:
@@ -120,52 +129,129 @@ def harm(root: Path, generator: random.Random) -> set[str]:
 class DamagedFolders:
     """Protected folders that are damaged again and again, and repaired."""
 
+    spared: ClassVar[tuple[str, ...]] = ()
+    """The names of files without parity, which are not damaged."""
+
     def __init__(self, folder: Path, seed: int) -> None:
         self._root, self._generator = folder / "protected", random.Random(seed)
         self._whole: Contents = {}
         self._lose, self._left = 0, 0
 
+    def _protect(self) -> None:
+        """Fill the folder, and protect it."""
+        contents = make_contents(self._generator)
+        if not any(contents.values()):
+            contents["more"] = b"more"
+        fill(self._root, contents)
+        by, jump = self._generator.choice((("file", 1), ("file", 1), ("folder", 1), ("file", 2)))
+        library.protect(self._root, self._lose, by=by, jump=jump, resources=RESOURCES)
+
+    @property
+    def _place(self) -> str:
+        """What is repaired."""
+        return str(self._root)
+
+    def _send(self) -> None:
+        """Bring the folder to what is repaired."""
+
+    def _contents(self) -> dict[str, bytes]:
+        """What is there, by name."""
+        return contents_of(self._root)
+
+    def _name(self, path: Path) -> str:
+        return str(path).removeprefix(f"{self._place}/")
+
     def round(self) -> Counter[str]:
         """Damage some files, repair, and compare: all bytes, or what is named as lost."""
-        generator, root = self._generator, self._root
+        generator = self._generator
         if not self._left:
             self._left, self._lose = 25, generator.choice((1, 2, 2, 3, 4))
-            contents = make_contents(generator)
-            if not any(contents.values()):
-                contents["more"] = b"more"
-            fill(root, contents)
-            by, jump = generator.choice((("file", 1), ("file", 1), ("folder", 1), ("file", 2)))
-            library.protect(root, self._lose, by=by, jump=jump, resources=RESOURCES)
-            self._whole = contents_of(root)
+            self._protect()
+            self._whole = self._contents()
         self._left -= 1
+        fill(self._root, self._contents())
         for _ in range(generator.randint(1, self._lose + 1)):
-            harm(root, generator)
-        before = contents_of(root)
+            harm(self._root, generator, self.spared)
+        self._send()
+        before = self._contents()
         try:
-            result = library.repair(root, resources=RESOURCES)
+            result = library.repair(self._place, resources=RESOURCES)
         except library.CkptError:
             self._left = 0
             copies = [name for name in self._whole if name.endswith("/manifest")]
             assert all(before.get(name) != self._whole[name] for name in copies), "a copy of the manifest is whole"
-            assert contents_of(root) == before
+            assert self._contents() == before
             return Counter({"no manifest": 1})
-        after, lost = contents_of(root), {one.path.relative_to(root).as_posix() for one in result.unrepairable}
+        after, lost = self._contents(), {self._name(one.path) for one in result.unrepairable}
         for name, data in self._whole.items():
             assert after.get(name) == (before.get(name) if name in lost else data), name
         # What is left of a file that cannot be repaired, and was in one that was replaced.
-        parts = {path.with_name(f".{path.name}{REPAIRED}") for path in map(root.joinpath, lost)}
-        new = set(after) - {path.relative_to(root).as_posix() for path in parts}
+        parts = {str(Path(name).with_name(f".{Path(name).name}{REPAIRED}")) for name in lost}
+        new = set(after) - parts
         assert new | lost == set(self._whole) | (set(before) & new), sorted(after)
-        again = library.repair(root, dry_run=True, resources=RESOURCES)
+        again = library.repair(self._place, dry_run=True, resources=RESOURCES)
         ranges = {one.path: one.lost_ranges for one in result.unrepairable}
         assert {one.path: one.lost_ranges for one in again.damaged} == ranges
         if not lost:
             return Counter({"repaired": bool(result.damaged), "unharmed": not result.damaged})
-        other = root.with_name("other")
+        other = self._root.with_name("other")
         fill(other, self._whole)
-        assert not library.repair(root, others=[other], resources=RESOURCES).unrepairable
-        assert contents_of(root) == self._whole
+        assert not library.repair(self._place, others=[other], resources=RESOURCES).unrepairable
+        assert self._contents() == self._whole
         return Counter({"lost and named": 1})
+
+
+class DamagedChains(DamagedFolders):
+    """Chains with states, packs of a removed state that others need, and a segment of a log, all in groups."""
+
+    spared: ClassVar[tuple[str, ...]] = (chain_file.NAME, CHAIN_LOCK)
+
+    def _protect(self) -> None:
+        shutil.rmtree(self._root, ignore_errors=True)
+        log = small_log(steps=3, seed=self._generator.randrange(1 << 20), scale=self._generator.choice((1, 300)))
+        log.write(self._root)
+        still = np.frombuffer(self._generator.randbytes(4 * self._generator.choice((40_000, 400_000))), np.int32)
+        for step in range(10, 14):
+            values = np.random.default_rng(step).standard_normal(3000).astype(np.float32)
+            both = [parameter("still", {"model": still}, "frozen"), parameter("w", {"master": values}, step=step)]
+            state = checkpoint(both, origin=Origin("held", None, step))
+            append(self._root, state, None, DeltaPolicy(base_every=1), Execution(workers=1))
+        library.Chain(self._root).compact(library.Retention(keep=("11,12,13",)))
+        protect_members(self._root, self._lose, resources=RESOURCES)
+
+
+class DamagedObjects(DamagedFolders):
+    """Folders in a bucket that are damaged again and again, and repaired."""
+
+    def __init__(self, folder: Path, seed: int, server: StoreServer) -> None:
+        super().__init__(folder, seed)
+        self._server = server
+
+    @property
+    def _place(self) -> str:
+        return f"s3://{BUCKET}/protected"
+
+    def _protect(self) -> None:
+        super()._protect()
+        self._send()
+
+    def _send(self) -> None:
+        there, wanted = self._contents(), contents_of(self._root)
+        for name in there.keys() - wanted:
+            obstore.delete(self._server.client, f"protected/{name}")
+        for name, data in wanted.items():
+            if there.get(name) != data:
+                obstore.put(self._server.client, f"protected/{name}", data)
+
+    def _contents(self) -> dict[str, bytes]:
+        return objects_below(self._server, "protected")
+
+
+def objects_below(server: StoreServer, key: str) -> dict[str, bytes]:
+    """The objects of a bucket below a key, but for a lease that is left."""
+    metas = [meta["path"] for page in obstore.list(server.client, f"{key}/") for meta in page]
+    objects = {one[len(key) + 1 :]: bytes(obstore.get(server.client, one).bytes()) for one in metas}
+    return {name: data for name, data in objects.items() if not name.endswith(".lock")}
 
 
 class DamagedParts:
@@ -201,9 +287,20 @@ class DamagedParts:
 
 
 def damage(folder: Path, seed: int) -> Iterator[Round]:
-    """Yield damaged folders and files without end."""
-    works = {"folders": DamagedFolders(folder, seed).round, "parts": DamagedParts(folder, seed).round}
+    """Yield damaged folders, files and chains without end."""
+    (folder / "c").mkdir()
+    works = {
+        "folders": DamagedFolders(folder, seed).round,
+        "parts": DamagedParts(folder, seed).round,
+        "chains": DamagedChains(folder / "c", seed).round,
+    }
     yield from alternated(works)
+
+
+def store_damage(folder: Path, seed: int) -> Iterator[Round]:
+    """Yield damaged folders in a bucket without end."""
+    with moto() as server, reached(server):
+        yield from alternated({"objects": DamagedObjects(folder, seed, server).round})
 
 
 def all_patterns(folder: Path, seed: int) -> Iterator[Round]:
@@ -344,6 +441,74 @@ class ChainKills:
         return seen
 
 
+CHAIN = f"s3://{BUCKET}/run.chain"
+
+
+def join_in_store() -> None:
+    """The work of a process that is killed."""
+    protect_members(target_path(CHAIN), 2, resources=library.Resources(workers=1))
+
+
+class StoreKills:
+    """A chain in a bucket whose last state joins the others in groups of parity, and is killed meanwhile."""
+
+    def __init__(self, folder: Path, seed: int, server: StoreServer, killer: Killer) -> None:
+        self._folder, self._server, self._killer = folder, server, killer
+        self._generator, self._processes = random.Random(seed), multiprocessing.get_context("forkserver")
+        self._before: Contents = {}
+        self._whole: Contents = {}
+        self._count = 0
+
+    def _join(self, at: int = -1) -> None:
+        """Let a process join the state, killed at a request."""
+        self._killer.expect(at=at)
+        process = start(self._processes, self._server, join_in_store, killer=self._killer)
+        process.join(60)
+        assert process.exitcode == (0 if at < 0 else -9), process.exitcode
+
+    def _put(self, contents: Contents) -> None:
+        metas = [meta["path"] for page in obstore.list(self._server.client, "run.chain/") for meta in page]
+        obstore.delete(self._server.client, metas)
+        for name, data in contents.items():
+            obstore.put(self._server.client, f"run.chain/{name}", data)
+
+    def _prepare(self) -> None:
+        run = self._folder / "run.chain"
+        for step in range(1, 5):
+            values = np.random.default_rng(step).standard_normal(3000).astype(np.float32)
+            state = checkpoint([parameter("w", {"master": values}, step=step)], origin=Origin("held", None, step))
+            append(run, state, None, DeltaPolicy(base_every=1), Execution(workers=1))
+            if step < 4:
+                protect_members(run, 2, resources=RESOURCES)
+        self._before = contents_of(run)
+        self._put(self._before)
+        self._join()
+        self._whole, self._count = objects_below(self._server, "run.chain"), self._killer.requests
+
+    def join(self) -> Counter[str]:
+        """Kill it, perhaps again, and lose an object: it is repaired or named. Then finish: all is as without kills."""
+        generator = self._generator
+        if not self._before:
+            self._prepare()
+        self._put(self._before)
+        for _ in range(generator.choice((1, 1, 2))):
+            self._join(generator.randrange(self._count // 2))
+        states = {name: data for name, data in self._before.items() if name.startswith("step-")}
+        lost = generator.choice(sorted(states))
+        obstore.delete(self._server.client, f"run.chain/{lost}")
+        result = library.repair(CHAIN, resources=RESOURCES)
+        now = objects_below(self._server, "run.chain")
+        assert {name: now.get(name) for name in states} in (states, {**states, lost: None})
+        # The manifest before does not know the last state.
+        assert (lost in now) == (not result.unrepairable) or lost.startswith("step-0000000004")
+        if lost not in now:
+            obstore.put(self._server.client, f"run.chain/{lost}", states[lost])
+        self._join()
+        library.repair(CHAIN, resources=RESOURCES)
+        assert objects_below(self._server, "run.chain") == self._whole
+        return Counter({"lost": lost not in now, "repaired": lost in now})
+
+
 def kills(folder: Path, seed: int) -> Iterator[Round]:
     """Yield kills of protect, of repair and of a state that joins a group, in turn."""
     protecting, repairing = Kills(folder / "p", seed), Kills(folder / "r", seed)
@@ -351,3 +516,9 @@ def kills(folder: Path, seed: int) -> Iterator[Round]:
     for one in ("p", "r", "c"):
         (folder / one).mkdir()
     yield from alternated({"protect": protecting.protect, "repair": repairing.repair, "chain": joining.join})
+
+
+def store_kills(folder: Path, seed: int) -> Iterator[Round]:
+    """Yield kills of a state that joins a group in a bucket."""
+    with moto() as server, reached(server), killing(server) as killer:
+        yield from alternated({"store": StoreKills(folder, seed, server, killer).join})

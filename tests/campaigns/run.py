@@ -56,6 +56,10 @@ WORKS = {
     "prune_kills": Work("prune_kills:rounds", "what removes checkpoints of a run is killed"),
     "parity_patterns": Work("protect_campaign:all_patterns", "all sets of blocks that small codes replace are lost"),
     "parity_damage": Work("protect_campaign:damage", "files of protected folders are damaged, and repaired"),
+    "parity_store_damage": Work(
+        "protect_campaign:store_damage", "objects of protected folders in a bucket are damaged"
+    ),
+    "parity_store_kills": Work("protect_campaign:store_kills", "what writes parity of a chain in a bucket is killed"),
     "peers_drill": Work("peers_campaign:rounds", "two hosts of a run are lost with what they hold"),
     "peers_parity": Work("peers_parity:rounds", "hosts that hold parity of each other are lost, restarted, flipped"),
     "parity_kills": Work("protect_campaign:kills", "what writes parity and what repairs is killed"),
