@@ -44,7 +44,7 @@ def test_a_file_that_is_read_from_start_to_end_is_fetched_once_and_ahead() -> No
     assert sorted(source.fetched) == list(range(PIECES))
 
 
-def test_nothing_is_fetched_ahead_of_headers_or_of_reads_within_a_piece() -> None:
+def test_headers_and_reads_within_a_piece_fetch_nothing_ahead() -> None:
     source = Source()
     ahead = PieceAhead(source)
     for number in (0, 1, 2):
