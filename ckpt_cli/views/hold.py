@@ -1,9 +1,11 @@
 """Hold pieces of runs until a signal ends it, or show what a holder has."""
 
 from contextlib import closing
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from ckpt.holding.holder import HeldPieces, Holder
+from ckpt.holding.holder import DamagedPart, HeldPieces, Holder, scrub_until
 from ckpt_cli.options.shadow import HoldOptions
 from ckpt_cli.reading import shadow_credentials
 from ckpt_cli.views.report import conclude, data, say
@@ -25,12 +27,21 @@ def hold(options: HoldOptions, as_json: bool) -> None:
         pieces = HeldPieces(options.memory)
         holder = Holder(pieces, address, options.listening.token, tls(options.listening))
         show_address(str(holder.address), as_json)
-        stop.wait()
+        scrub_until(stop, pieces, partial(_show_damage, as_json))
         holder.close()
     if as_json:
         print_event({"event": "stopped"})
     else:
         say("stopped: what was held is gone")
+
+
+def _show_damage(as_json: bool, part: DamagedPart) -> None:
+    """Say what is damaged in memory: readers do without it, and a holder that is started again is filled again."""
+    if as_json:
+        print_event({"event": "damaged", **asdict(part)})
+    else:
+        where = f"{printable(part.run)}: {printable(part.what)}, at byte {part.offset}"
+        say(f"DAMAGED in memory: {where}. Readers do without it. Start this holder again: a run that goes on fills it.")
 
 
 def free(url: str, as_json: bool) -> None:

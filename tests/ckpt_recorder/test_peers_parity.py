@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt.holding.holder import HeldPieces, Holder
+from ckpt.holding import holder
+from ckpt.holding.holder import DamagedPart, HeldPieces, Holder
 from ckpt.holding.log_sender import LogSender
 from ckpt.holding.peers import HELD, Peers
 from ckpt_codecs.base import Array
@@ -486,6 +488,44 @@ def test_a_holder_adds_each_piece_once_and_refuses_others_in_its_place() -> None
     pieces.drop("run", before=60)
     with pytest.raises(UnsupportedError, match="newer segment"):
         pieces.add(PLACE, PIECE, CONTENT)
+
+
+def test_scrubbing_names_a_flipped_bit_of_a_piece_and_of_a_parity_also_after_more_was_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draw, pieces, at = np.random.default_rng(3), HeldPieces(1 << 24), 0
+    for number, nbytes in enumerate([1, 8191, 70_000, (1 << 20) - 5, 8192, 300_000]):  # across rows and blocks
+        content = bytearray(draw.bytes(nbytes))
+        sent = replace(PIECE, name=replace(PIECE.name, offset=at), digest=piece_requests.digest_of(content))
+        pieces.store(sent, content)
+        for column in (0, 1):
+            pieces.add(replace(PLACE, column=column, rank=7 + column, at=at), sent, content)
+        at += nbytes
+        assert not any(pieces.scrub()), number
+    (buffer,) = pieces._parities["run"]["g"].values()
+    (file,) = pieces._runs["run"]["g"].values()
+    for block, place in ((0, 0), (0, 8191), (1, 100_000), (1, (1 << 20) - 1)):
+        buffer._blocks[block][place] ^= 1
+        content = bytearray(draw.bytes(9000))
+        sent = replace(PIECE, name=replace(PIECE.name, offset=at), digest=piece_requests.digest_of(content))
+        pieces.add(replace(PLACE, at=at), sent, content)
+        assert [one for one in pieces.scrub() if one] == [DamagedPart("run", NAME.text, block << 20)]
+        buffer._blocks[block][place] ^= 1
+        at += 9000
+    file.pieces[2][5] ^= 1
+    monkeypatch.setattr(holder, "SCRUB_PAUSE", 0.0)
+    monkeypatch.setattr(holder, "SCRUB_SECONDS", 0.0)
+    stop, reported = threading.Event(), list[DamagedPart]()
+
+    def report(part: DamagedPart) -> None:
+        reported.append(part)
+        if part.what == NAME.text:
+            stop.set()
+        else:
+            buffer._blocks[0][1] ^= 1
+
+    holder.scrub_until(stop, pieces, report)
+    assert reported == [DamagedPart("run", "a/b.ckg", 8192), DamagedPart("run", NAME.text, 0)]
 
 
 HOSTILE = {

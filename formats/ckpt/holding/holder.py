@@ -8,10 +8,11 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ckpt.holding.block_check import BLOCK_NBYTES
 from ckpt.holding.parity_buffer import ParityBuffer
 from ckpt.shadow.listener import Listener
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NoSpaceError, NotFoundError, UnsupportedError
@@ -28,6 +29,10 @@ SEND_SECONDS = 60.0
 """The time in which a peer must take an answer."""
 PIECE_OVERHEAD = 1024
 """The bytes that a piece counts besides its own: its hash, its place, and what Python needs for it."""
+
+
+SCRUB_SECONDS, SCRUB_PAUSE = 0.01, 60.0
+"""How long to wait after each MiB that was compared with its hash, and before all are compared again."""
 
 
 @dataclass
@@ -48,6 +53,16 @@ class _FileInMemory:
     def counted(self) -> int:
         """The bytes that the file takes of the memory."""
         return self.nbytes + PIECE_OVERHEAD * len(self.pieces)
+
+
+@dataclass(frozen=True)
+class DamagedPart:
+    """A part of what is held that is not in memory as it was sent, or added."""
+
+    run: str
+    what: str
+    """The file, or the parity."""
+    offset: int
 
 
 class HeldPieces:
@@ -192,6 +207,35 @@ class HeldPieces:
                     runs.pop(run, None)
             return self.nbytes
 
+    def scrub(self) -> Iterator[DamagedPart | None]:
+        """Compare all that is in memory with its hashes, a MiB at each step: yields what is damaged, else None."""
+        with self._lock:
+            files = [
+                PieceName(run, generation, name, offset)
+                for run, generations in self._runs.items()
+                for generation, own in generations.items()
+                for name, file in own.items()
+                for offset in file.offsets
+            ]
+            parities = [
+                (buffer, block)
+                for generations in self._parities.values()
+                for buffers in generations.values()
+                for buffer in buffers.values()
+                for block in buffer.blocks
+            ]
+        for piece in files:
+            with self._lock:
+                file = self._runs.get(piece.run, {}).get(piece.generation, {}).get(piece.file)
+                at = None if file is None else file.offsets.get(piece.offset)
+                part = None if file is None or at is None else (file.pieces[at], file.digests[at])
+            is_damaged = part is not None and piece_requests.digest_of(part[0]) != part[1]
+            yield DamagedPart(piece.run, piece.file, piece.offset) if is_damaged else None
+        for buffer, block in parities:
+            with self._lock:  # nothing is added meanwhile
+                is_damaged = buffer.is_damaged(block)
+            yield DamagedPart(buffer.name.run, buffer.name.text, block * BLOCK_NBYTES) if is_damaged else None
+
     @property
     def status(self) -> tuple[HeldStatus, ...]:
         """What is held, by run."""
@@ -215,7 +259,19 @@ class HeldPieces:
 
 def _counted(buffer: ParityBuffer) -> int:
     """The bytes that a parity takes of the memory."""
-    return buffer.nbytes + PIECE_OVERHEAD * buffer.entries
+    return buffer.nbytes + buffer.check_nbytes + PIECE_OVERHEAD * buffer.entries
+
+
+def scrub_until(stop: threading.Event, pieces: HeldPieces, report: Callable[[DamagedPart], None]) -> None:
+    """Compare what is held with its hashes, again and again, and report each part that is damaged once."""
+    known = set[DamagedPart]()
+    while not stop.wait(SCRUB_PAUSE):
+        for part in pieces.scrub():
+            if part is not None and part not in known:
+                known.add(part)
+                report(part)
+            if stop.wait(SCRUB_SECONDS):
+                return
 
 
 class Holder(Listener):

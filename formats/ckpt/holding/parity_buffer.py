@@ -1,19 +1,20 @@
-"""A parity in memory: the sum of pieces of several hosts, to which each piece is added exactly once."""
+"""A parity in memory: the sum of pieces of several hosts, to which each piece is added exactly once.
+
+Its memory grows by blocks, each of which has a checksum.
+"""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from ckpt.holding.block_check import BLOCK_NBYTES, CHECK_NBYTES, add_to_check, is_as_added
 from ckpt_codecs.base import Array
 from ckpt_codecs.native.parity import add_products
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.parity.code import parity_matrix
 from ckpt_formats.stores.parity_requests import ColumnPiece, HeldColumn, HeldParity, ParityName, ParityPlace
 from ckpt_formats.stores.piece_requests import SentPiece
-
-_BLOCK_NBYTES = 1 << 20
-"""The memory of a parity grows by so much."""
 
 
 @dataclass
@@ -35,10 +36,11 @@ class ParityBuffer:
     """A row of parity of a set of columns. The caller lets one thread in at a time."""
 
     def __init__(self, name: ParityName) -> None:
-        self._name = name
+        self.name = name
         self._factors = parity_matrix(name.data, name.spares)[name.row].copy()  # without the other rows
         self._columns: dict[int, _Column] = {}
         self._blocks: dict[int, Array] = {}
+        self._checks: dict[int, Array] = {}
         self.entries = 0
         """How many pieces were added, and columns: what is listed."""
         self.step = 0
@@ -47,7 +49,12 @@ class ParityBuffer:
     @property
     def nbytes(self) -> int:
         """The memory that the sum takes."""
-        return _BLOCK_NBYTES * len(self._blocks)
+        return BLOCK_NBYTES * len(self._blocks)
+
+    @property
+    def check_nbytes(self) -> int:
+        """The memory that the checksums take."""
+        return CHECK_NBYTES * len(self._checks)
 
     @property
     def created(self) -> int:
@@ -59,7 +66,7 @@ class ParityBuffer:
 
         Raises `CorruptError` if another scheme, rank or piece is in its place.
         """
-        if place.parity != self._name:
+        if place.parity != self.name:
             raise CorruptError("the set has another scheme", where=piece.name.file)
         column = self._columns.get(place.column)
         if column is None:
@@ -75,7 +82,7 @@ class ParityBuffer:
 
     def growth(self, at: int, nbytes: int) -> int:
         """By how many bytes the memory grows with a piece."""
-        return _BLOCK_NBYTES * sum(block not in self._blocks for block in _blocks(at, nbytes))
+        return (BLOCK_NBYTES + CHECK_NBYTES) * sum(block not in self._blocks for block in _blocks(at, nbytes))
 
     def new_entries(self, place: ParityPlace, nbytes: int) -> int:
         """How many entries a piece adds to what is listed."""
@@ -89,19 +96,22 @@ class ParityBuffer:
             factor = np.array([[self._factors[place.column]]], np.uint8)
             # Memory is taken first: if there is none, nothing was added, and the piece may be sent again.
             blocks = {
-                block: np.zeros(_BLOCK_NBYTES, np.uint8)
+                block: np.zeros(BLOCK_NBYTES, np.uint8)
                 for block in _blocks(place.at, len(content))
                 if block not in self._blocks
             }
             ranges = _ranges(place.at, len(content))
-            firsts = [block * _BLOCK_NBYTES + start - place.at for block, start, _ in ranges]
+            checks = {block: np.zeros(CHECK_NBYTES, np.uint8) for block in blocks}
+            firsts = [block * BLOCK_NBYTES + start - place.at for block, start, _ in ranges]
             parts = [
                 np.ascontiguousarray(values[:, first : first + stop - start])
                 for first, (_, start, stop) in zip(firsts, ranges, strict=True)
             ]
             self._blocks |= blocks
+            self._checks |= checks
             for part, (block, start, stop) in zip(parts, ranges, strict=True):
                 add_products(factor, part, self._blocks[block][None, start:stop])
+                add_to_check(self._checks[block], int(factor[0, 0]), part[0], start)
             column.pieces.append(_listed(place, piece, len(content)))
             column.places.append(place.at)
             self.step = max(self.step, piece.step)
@@ -110,14 +120,23 @@ class ParityBuffer:
         self.entries += self.new_entries(place, len(content))
         self._columns[place.column] = column
 
+    @property
+    def blocks(self) -> list[int]:
+        """The numbers of the blocks that have memory."""
+        return list(self._blocks)
+
+    def is_damaged(self, block: int) -> bool:
+        """Whether a block is not the sum of what was added to it."""
+        return not is_as_added(self._blocks[block], self._checks[block])
+
     def read(self, offset: int, nbytes: int) -> tuple[list[int], bytearray]:
         """Where the columns end, and bytes of the sum."""
         content = bytearray(nbytes)
         for block, start, stop in _ranges(offset, nbytes):
             if block in self._blocks:
-                first = block * _BLOCK_NBYTES + start - offset
+                first = block * BLOCK_NBYTES + start - offset
                 content[first : first + stop - start] = self._blocks[block][start:stop].data
-        columns = (self._columns.get(number) for number in range(self._name.data))
+        columns = (self._columns.get(number) for number in range(self.name.data))
         return [0 if column is None else column.end for column in columns], content
 
     def listing(self, with_pieces: bool) -> HeldParity:
@@ -128,7 +147,7 @@ class ParityBuffer:
             )
             for number, one in self._columns.items()
         }
-        return HeldParity(self._name, columns)
+        return HeldParity(self.name, columns)
 
 
 def _listed(place: ParityPlace, piece: SentPiece, nbytes: int) -> ColumnPiece:
@@ -146,12 +165,12 @@ def _is_same(one: ColumnPiece, other: ColumnPiece) -> bool:
 
 
 def _blocks(at: int, nbytes: int) -> range:
-    return range(at // _BLOCK_NBYTES, -(-(at + nbytes) // _BLOCK_NBYTES)) if nbytes else range(0)
+    return range(at // BLOCK_NBYTES, -(-(at + nbytes) // BLOCK_NBYTES)) if nbytes else range(0)
 
 
 def _ranges(at: int, nbytes: int) -> list[tuple[int, int, int]]:
     """Each block of a range, and where the range begins and ends in it."""
     return [
-        (block, max(at - block * _BLOCK_NBYTES, 0), min(at + nbytes - block * _BLOCK_NBYTES, _BLOCK_NBYTES))
+        (block, max(at - block * BLOCK_NBYTES, 0), min(at + nbytes - block * BLOCK_NBYTES, BLOCK_NBYTES))
         for block in _blocks(at, nbytes)
     ]

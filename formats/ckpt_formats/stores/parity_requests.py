@@ -81,6 +81,11 @@ class ParityName:
             raise CorruptError("a parity of a scheme that there is not")
 
     @property
+    def text(self) -> str:
+        """The name for people."""
+        return f"parity {self.row} of set {self.number} of group {self.group}, lane {self.lane}"
+
+    @property
     def set_key(self) -> tuple[int, ...]:
         """What all rows of a set have in common."""
         return (self.group, self.number, self.lane, self.data, self.spares)
