@@ -7,6 +7,7 @@ operator. Here its sources of all three are one source, with the few headers tha
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import shutil
 import sys
@@ -63,16 +64,14 @@ constexpr auto kFloat32 = at::kFloat;
 }
 """
 """In place of torch's `extension.h`, which takes three times as long as all of the rest."""
-OPERATORS = "operators-{}-{}-{}-{}".format(
-    deepspeed.__version__,
-    torch.__version__,
-    sys.implementation.cache_tag,
-    hashlib.sha256((_SOURCE + _HEADER).encode()).hexdigest()[:8],
-)
+_STATE = hashlib.sha256((_SOURCE + _HEADER).encode()).hexdigest()[:8]
+OPERATORS = f"operators-{deepspeed.__version__}-{torch.__version__}-{sys.implementation.cache_tag}-{_STATE}"
 
 
 def load(kind: Kind) -> None:
     """Build and load what the kind needs, in the process from which its ranks are forked: they find it loaded."""
+    if kind.autotp:
+        importlib.import_module("transformers.cache_utils")  # as each rank would, to look for its caches in batches
     if kind.compiled:
         cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)  # a second each time, and each optimizer asks
         cpuinfo.get_cpu_info()

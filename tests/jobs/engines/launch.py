@@ -1,15 +1,21 @@
 """Start the engines from a test, in a process of their own with the environment they need.
 
-One process serves any number of kinds: the scripts fork the ranks of each (see `ranks`).
+One process serves any number of kinds: the scripts fork the ranks of each (see `ranks`), and are forks themselves (see
+`forks`).
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +85,56 @@ def to_universal(steps: Mapping[Path, Path]) -> dict[Path, str | None]:
 
 def run_script(script: Path, arguments: list[str], count: int) -> None:
     """Run a script of `count` kinds or jobs to its end. Raises `EngineError` with its log if it fails."""
-    command = [sys.executable, str(script), *arguments]
-    try:
-        done = subprocess.run(
-            command,
+    limit = SECONDS + SECONDS_EACH * count
+    with tempfile.TemporaryDirectory(prefix="script-") as folder:
+        log = Path(folder) / "log"
+        environment = {**os.environ, **ENVIRONMENT}
+        job = {"script": str(script), "arguments": arguments, "environment": environment, "output": str(log)}
+        status = _forks().run(job, limit)
+        said = log.read_text(errors="replace") if log.exists() else ""
+    if status is None:
+        raise EngineError(f"{script.name} still runs after {limit:.0f} s")
+    if status:
+        raise EngineError(f"{script.name} exited with {status}:\n{said[-8000:]}")
+
+
+class _Forks:
+    """The process of `forks.py`, which this one ends."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "forks.py")],
             env={**os.environ, **ENVIRONMENT},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
             text=True,
-            timeout=SECONDS + SECONDS_EACH * count,
+            bufsize=1,
         )
-    except subprocess.TimeoutExpired as error:
-        raise EngineError(f"{script.name} still runs after {error.timeout:.0f} s") from error
-    if done.returncode:
-        raise EngineError(f"{script.name} exited with {done.returncode}:\n{done.stdout[-8000:]}")
+        atexit.register(self._end, os.getpid())
+
+    def run(self, job: Mapping[str, Any], limit: float) -> int | None:
+        """Run a script; its exit status, or None if it was ended at the limit, in seconds."""
+        questions, answers = self._process.stdin, self._process.stdout
+        assert questions is not None
+        assert answers is not None
+        questions.write(json.dumps(job) + "\n")
+        pid = int(answers.readline())
+        status = None
+        try:
+            if select.select([answers], [], [], limit)[0]:
+                status = int(answers.readline())
+        finally:
+            if status is None:
+                os.killpg(pid, signal.SIGKILL)
+                answers.readline()
+        return status
+
+    def _end(self, owner: int) -> None:
+        if os.getpid() == owner:  # and not a fork
+            self._process.kill()
+            self._process.communicate()
+
+
+@cache
+def _forks() -> _Forks:
+    return _Forks()
