@@ -38,6 +38,7 @@ settings.load_profile("ckpt")
 
 
 SLOW_TESTS = durations.SlowTests.load()
+LONGEST_FILES = durations.SlowTests.load(durations.LONGEST)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,7 +57,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files with long tests go first: the last one to begin would keep one worker busy while the others wait."""
+    """Files with long tests go first, the longest at once: one that begins last keeps a worker busy while others wait.
+
+    Neighbours in the alphabet also wait for each other, while one of them trains what both read.
+    """
     for item in items:
         if " at 0x" in item.nodeid or str(durations.ROOT) in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid} has another name elsewhere: give its parameters `ids`")
@@ -64,7 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slow")
     config.stash[durations.COLLECTED] = [item.nodeid for item in items]
     long = {item.path for item in items if any(item.get_closest_marker(name) for name in ("engines", "slow"))}
-    items.sort(key=lambda item: item.path not in long)
+    seconds = LONGEST_FILES.seconds
+    items.sort(key=lambda item: (item.path not in long, -seconds.get(item.nodeid.partition("::")[0], 0.0)))
     _keep_some_cases(items)
 
 

@@ -60,6 +60,12 @@ def test_every_name_of_the_list_is_that_of_a_test(request: pytest.FixtureRequest
     assert not unknown, "no such tests: run `python tests/support/durations.py` with their files, which lists them anew"
 
 
+def test_the_longest_files_are_there() -> None:
+    longest = SlowTests.load(durations.LONGEST).seconds
+    assert len(longest) > 20
+    assert [name for name in longest if not (durations.ROOT / name).is_file()] == []
+
+
 def test_a_name_of_no_test_is_unknown_also_when_its_file_is_gone() -> None:
     slow = SlowTests({"tests/conftest.py::test_x": 1.0, "tests/conftest.py::test_y": 1.0, "tests/gone.py": 1.0})
     tests = ["tests/conftest.py::test_x[a]", "tests/conftest.py::test_z"]

@@ -32,6 +32,8 @@ from _pytest.runner import runtestprotocol
 
 ROOT = Path(__file__).parents[2]
 LIST = ROOT / "tests" / "slow_tests.txt"
+LONGEST = ROOT / "tests" / "longest_files.txt"
+"""The seconds of whole files that take longest, in the same form."""
 LIMIT = 0.2
 """Processor seconds that a quick test may take."""
 TOLERANCE = 3
