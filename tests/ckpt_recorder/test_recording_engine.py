@@ -6,6 +6,7 @@ import re
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ NOT_ITSELF = ("zero3",)
 """DeepSpeed 0.19.8 goes on from its own checkpoint with other losses than those of the run that was not interrupted."""
 CLOSE = 1e-6
 """Over other numbers of ranks, sums are made in another order."""
+
+
+BASES = ("bases=Bases(every=5)", 'bases=Bases(every="auto"), flush="auto", mtbf=0.001')
+"""With `"auto"` and failures all the time, a base is stored after each step from the eighth on."""
 
 
 @dataclass(frozen=True)
@@ -205,17 +210,24 @@ def test_losses_go_on_as_those_of_the_run_nobody_killed(
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The chains of all examples: `NAME.chain` of one that runs to its end, `NAME-later.chain` of one that goes on."""
+    """The chains of all examples: `NAME.chain` of one that runs to its end, `NAME-later.chain` of one that goes on.
+
+    `NAME-NUMBER.chain` is of an example of several ranks that is recorded with bases.
+    """
     out = tmp_path_factory.mktemp("examples")
     names = [path.stem for path in EXAMPLES.glob("*.py")]
     if importlib.util.find_spec("lightning") is None:
         names.remove("lightning_run")
     jobs = [job(name, out / name, out / f"{name}.chain") for name in names]
-    launch.run_examples(jobs, out)
-    later = [
+    for name, (number, options) in product(RANKS, enumerate(BASES)):
+        script = out / f"{name}-{number}.py"
+        text = (EXAMPLES / f"{name}.py").read_text("utf-8").replace("import Recorder", "import Bases, Recorder")
+        script.write_text(re.sub(r"(with Recorder\(.*?)\)(?= as|:)", rf"\1, {options})", text))
+        jobs.append(job(name, out / script.stem, out / f"{script.stem}.chain") | {"script": script})
+    jobs += [
         job(name, out / f"{name}-later", out / f"{name}-later.chain", out / f"{name}.chain@{KILLED}") for name in names
     ]
-    launch.run_examples(later, out)
+    launch.run_examples(jobs, out)
     return out
 
 
@@ -242,32 +254,10 @@ def chains_of(name: str, examples: Path) -> tuple[Path, Path]:
     return examples / f"{name}.chain", examples / f"{name}-later.chain"
 
 
-BASES = ("bases=Bases(every=5)", 'bases=Bases(every="auto"), flush="auto", mtbf=0.001')
-"""With `"auto"` and failures all the time, a base is stored after each step from the eighth on."""
-
-
-@pytest.fixture(scope="module")
-def with_bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The examples of several ranks, recorded with bases."""
-    out = tmp_path_factory.mktemp("with-bases")
-    jobs = []
-    for name in RANKS:
-        for number, options in enumerate(BASES):
-            script = out / f"{name}-{number}.py"
-            text = (EXAMPLES / f"{name}.py").read_text("utf-8")
-            text = text.replace("import Recorder", "import Bases, Recorder")
-            script.write_text(re.sub(r"(with Recorder\(.*?)\)(?= as|:)", rf"\1, {options})", text))
-            jobs.append(job(name, out / script.stem, out / f"{script.stem}.chain") | {"script": script})
-    launch.run_examples(jobs, out)
-    return out
-
-
 @pytest.mark.parametrize("number", range(len(BASES)))
 @pytest.mark.parametrize("name", RANKS)
-def test_ranks_that_store_bases_agree_when_and_have_every_step(
-    name: str, number: int, with_bases: Path, examples: Path
-) -> None:
-    chain = with_bases / f"{name}-{number}.chain"
+def test_ranks_that_store_bases_agree_when_and_have_every_step(name: str, number: int, examples: Path) -> None:
+    chain = examples / f"{name}-{number}.chain"
     segments = chain_file.read(chain).segments
     assert [one.first for one in segments] == [[0, 5, 10], [0, 8, 9, 10, 11]][number]
     assert Chain(chain).verify(replay=True).findings == ()

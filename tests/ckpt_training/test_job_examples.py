@@ -21,11 +21,11 @@ LOADED, LAST = 6, 12
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The chains of all examples, and the logs: `NAME` of a run to its end, `NAME-later` of one that was loaded."""
     out = tmp_path_factory.mktemp("jobs")
-    launch.run_examples([_job(name, out / name, out / f"{name}.chain") for name in NAMES], out)
+    whole = [_job(name, out / name, out / f"{name}.chain") for name in NAMES]
     later = [_job(name, out / f"{name}-later", out / "later.chain", out / f"{name}.chain@{LOADED}") for name in NAMES]
     for number, job in enumerate(later):
         job["arguments"] = (out / f"later{number}.chain", job["arguments"][1])
-    launch.run_examples(later, out)
+    launch.run_examples([*whole, *later], out)
     return out
 
 
