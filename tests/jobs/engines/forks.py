@@ -13,6 +13,7 @@ import json
 import os
 import runpy
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], output:
         os.dup2(file, number)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # torch asked for it with another environment
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")
 
