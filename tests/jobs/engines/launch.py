@@ -91,11 +91,11 @@ def run_script(script: Path, arguments: list[str], count: int, **environment: st
         variables = {**os.environ, **ENVIRONMENT, **environment}
         job = {"script": str(script), "arguments": arguments, "environment": variables, "output": str(log)}
         status = _forks().run(job, limit)
-        said = log.read_text(errors="replace") if log.exists() else ""
+        message = log.read_text(errors="replace") if log.exists() else ""
     if status is None:
         raise EngineError(f"{script.name} still runs after {limit:.0f} s")
     if status:
-        raise EngineError(f"{script.name} exited with {status}:\n{said[-8000:]}")
+        raise EngineError(f"{script.name} exited with {status}:\n{message[-8000:]}")
 
 
 class _Forks:
