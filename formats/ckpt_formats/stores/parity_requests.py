@@ -42,8 +42,10 @@ from ckpt_formats.parity.code import MAX_BLOCKS, MAX_LOST
 from ckpt_formats.stores import wire
 from ckpt_formats.stores.connection import Connection
 from ckpt_formats.stores.piece_requests import (
+    MAX_NBYTES,
     PieceName,
     SentPiece,
+    ask_list,
     dump_fields,
     fields_of,
     parse_request,
@@ -52,7 +54,6 @@ from ckpt_formats.stores.piece_requests import (
 from ckpt_formats.stores.wire import FrameKind
 
 _NUMBERS_BELOW = 1 << 31
-_MAX_NBYTES = 1 << 50
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,7 @@ class ParityPlace:
     def __post_init__(self) -> None:
         if not all(type(one) is int for one in (self.column, self.rank, self.at)):
             raise CorruptError("a place in a parity without its numbers")
-        if not (
-            0 <= self.column < self.parity.data and 0 <= self.rank < _NUMBERS_BELOW and 0 <= self.at <= _MAX_NBYTES
-        ):
+        if not (0 <= self.column < self.parity.data and 0 <= self.rank < _NUMBERS_BELOW and 0 <= self.at <= MAX_NBYTES):
             raise CorruptError("a place that no parity has")
 
 
@@ -128,7 +127,7 @@ class ColumnPiece:
         PieceName("run", "generation", self.file, self.offset)
         if not (type(self.nbytes) is type(self.step) is type(self.at) is int and type(self.starts) is bool):
             raise CorruptError("a piece without its numbers")
-        if not (0 < self.nbytes <= wire.CHUNK_NBYTES and 0 <= self.at <= _MAX_NBYTES):
+        if not (0 < self.nbytes <= wire.CHUNK_NBYTES and 0 <= self.at <= MAX_NBYTES):
             raise CorruptError("a piece of a size that no piece has")
         if type(self.digest) is not str or len(bytes.fromhex(self.digest)) != 16:
             raise CorruptError("a piece without its hash")
@@ -202,12 +201,12 @@ def _dump_pieces(pieces: Sequence[ColumnPiece]) -> list[Any]:
 
 def list_parities(connection: Connection, run: str, *, with_pieces: bool = True) -> tuple[HeldParity, ...]:
     """What a holder has of the parity of a run, and of each column all pieces, or none. Raises `CkptError`."""
-    connection.send(FrameKind.PARITIES, json.dumps({"run": run, "pieces": with_pieces}).encode())
-    body = connection.receive(FrameKind.HELD, wire.MAX_STATE)
-    try:
-        return tuple(_parsed_parity(run, row) for row in json.loads(body)["parities"])
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, CorruptError):
-        raise CorruptError("the holder sent a list of parity that cannot be read", where=connection.where) from None
+
+    def parse(fields: Any) -> tuple[HeldParity, ...]:
+        return tuple(_parsed_parity(run, row) for row in fields["parities"])
+
+    request = {"run": run, "pieces": with_pieces}
+    return ask_list(connection, FrameKind.PARITIES, request, parse, "a list of parity")
 
 
 def _parsed_parity(run: str, row: Any) -> HeldParity:
@@ -247,7 +246,7 @@ def parse_sum(body: bytearray) -> tuple[ParityName, int, int]:
     """A parity, and the range of it that is asked for. Raises `CorruptError`."""
     given = parse_request(body, {"offset": int, "nbytes": int})
     offset, nbytes = given["offset"], given["nbytes"]
-    if not (0 <= offset <= _MAX_NBYTES and 0 < nbytes <= wire.CHUNK_NBYTES):
+    if not (0 <= offset <= MAX_NBYTES and 0 < nbytes <= wire.CHUNK_NBYTES):
         raise CorruptError("a range that no parity has")
     return ParityName(*(given.get(field.name) for field in fields(ParityName))), offset, nbytes  # type: ignore[arg-type]
 

@@ -7,9 +7,9 @@ computed.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -25,7 +25,10 @@ HELD_FILES = "held-files.json"
 _LONGEST_NAME = 512
 _MAX_PARTS = 6
 _TYPES = {"digest": str, "step": int, "starts": bool, "replaces": bool, "world": int, "created": int}
-_MAX_NBYTES = 1 << 50
+MAX_NBYTES = 1 << 50
+"""Of a file, and of a stream of pieces of several."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class PieceName:
         parts = (self.run, self.generation, *self.file.split("/"))
         if len(parts) > _MAX_PARTS + 2 or not all(NAME.fullmatch(part) for part in parts):
             raise CorruptError("a name that no run, segment or file of a chain has")
-        if type(self.offset) is not int or not 0 <= self.offset <= _MAX_NBYTES:
+        if type(self.offset) is not int or not 0 <= self.offset <= MAX_NBYTES:
             raise CorruptError("a piece at an offset that no file has")
 
 
@@ -193,30 +196,41 @@ def dump_run(run: HeldRun) -> bytes:
     return json.dumps({"generations": generations}, separators=(",", ":")).encode()
 
 
-def list_run(connection: Connection, run: str, *, with_pieces: bool = True) -> HeldRun:
-    """What a holder has of a run, and of each file all pieces, or none. Raises `CkptError`."""
-    connection.send(FrameKind.LIST, json.dumps({"run": run, "pieces": with_pieces}).encode())
+def ask_list(
+    connection: Connection, kind: FrameKind, fields: Mapping[str, Any], parse: Callable[[Any], T], what: str
+) -> T:
+    """What a holder answers to a request for a list. `parse`: reads the JSON; `what`: names the list in an error.
+
+    Raises `CkptError`; `CorruptError` also for whatever `parse` raises of a list that makes no sense.
+    """
+    connection.send(kind, json.dumps(fields).encode())
     body = connection.receive(FrameKind.HELD, wire.MAX_STATE)
     try:
-        generations = json.loads(body)["generations"]
-        return {
-            generation: {name: _held_file(generation, name, row) for name, row in files.items()}
-            for generation, files in generations.items()
-        }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise CorruptError("the holder sent a list that cannot be read", where=connection.where) from None
+        return parse(json.loads(body))
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, CorruptError):
+        raise CorruptError(f"the holder sent {what} that cannot be read", where=connection.where) from None
+
+
+def list_run(connection: Connection, run: str, *, with_pieces: bool = True) -> HeldRun:
+    """What a holder has of a run, and of each file all pieces, or none. Raises `CkptError`."""
+    return ask_list(connection, FrameKind.LIST, {"run": run, "pieces": with_pieces}, _parsed_run, "a list")
 
 
 def holder_status(connection: Connection) -> HolderStatus:
     """What a holder has. Raises `CkptError`."""
-    connection.send(FrameKind.LIST, b"{}")
-    body = connection.receive(FrameKind.HELD, wire.MAX_STATE)
-    try:
-        fields = json.loads(body)
-        runs = tuple(HeldStatus(**{name: kind(run[name]) for name, kind in _STATUS.items()}) for run in fields["runs"])
-        return HolderStatus(int(fields["memory"]), int(fields["nbytes"]), runs)
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        raise CorruptError("the holder sent a status that cannot be read", where=connection.where) from None
+    return ask_list(connection, FrameKind.LIST, {}, _parsed_status, "a status")
+
+
+def _parsed_run(fields: Any) -> HeldRun:
+    return {
+        generation: {name: _held_file(generation, name, row) for name, row in files.items()}
+        for generation, files in fields["generations"].items()
+    }
+
+
+def _parsed_status(fields: Any) -> HolderStatus:
+    runs = tuple(HeldStatus(**{name: kind(run[name]) for name, kind in _STATUS.items()}) for run in fields["runs"])
+    return HolderStatus(int(fields["memory"]), int(fields["nbytes"]), runs)
 
 
 def _held_file(generation: str, name: str, row: Any) -> HeldFile:
