@@ -20,13 +20,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ckpt_formats.containers.torchfile import Storage, StorageSlice, TensorRef, TorchFile, emit, load_pickle, tensor_of
+from ckpt_formats.containers.torchfile import Storage, StorageSlice, TensorRef, TorchFile, blob_of, emit, load_pickle
 from ckpt_formats.containers.typed_json import same
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.errors import CkptError, CorruptError, flaw
 from ckpt_formats.core.values import TensorName, Value
 from ckpt_formats.state_dicts.extras import map_leaves, tensors_for_names
-from ckpt_formats.state_dicts.storages import Place, StorageLayout, TensorChanged, find_shared, names_by_place, place
+from ckpt_formats.state_dicts.storages import (
+    Place,
+    StorageLayout,
+    TensorChanged,
+    find_shared,
+    names_by_place,
+    place_of_blob,
+)
 
 
 def form_of(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mapping[str, Value]) -> Value:
@@ -44,8 +51,9 @@ def _describe(file: TorchFile, parameters: Mapping[str, Parameter], extras: Mapp
 
     def note(value: Value) -> Value:
         if isinstance(value, TensorRef) and id(value) not in references:
-            references[id(value)] = value, place(tensor_of(value))
-            map_leaves(value.attrs, note)
+            references[id(value)] = value, place_of_blob(blob_of(value))
+            if value.attrs is not None:
+                map_leaves(value.attrs, note)
         elif isinstance(value, (Storage, StorageSlice)):
             bare_storages.append(value)
         return value

@@ -40,7 +40,12 @@ NOWHERE: Place = (-1, (), (), np.dtype(np.uint8))
 def place(tensor: Tensor) -> Place:
     """The place of a tensor in its file."""
     blob = tensor.fragments[0].blob if len(tensor.fragments) == 1 else None
-    return (blob.offset, blob.shape, blob.strides, blob.dtype) if isinstance(blob, FileBlob) else NOWHERE
+    return place_of_blob(blob) if isinstance(blob, FileBlob) else NOWHERE
+
+
+def place_of_blob(blob: FileBlob) -> Place:
+    """The place of the values of a blob in their file."""
+    return blob.offset, blob.shape, blob.strides, blob.dtype
 
 
 def names_by_place(parameters: Iterable[Parameter]) -> tuple[dict[Place, str], list[str]]:
@@ -148,10 +153,11 @@ class StorageLayout:
 
 def _runs(named: Mapping[Place, str]) -> list[_StorageRun]:
     runs: list[_StorageRun] = []
-    contiguous = [at for at in named if prod(at[1]) and at[2] == c_strides(at[1], at[3].itemsize)]
-    for at in sorted(contiguous, key=lambda at: (at[0], -prod(at[1]) * at[3].itemsize)):
-        offset, shape, _, dtype = at
-        stop = offset + prod(shape) * dtype.itemsize
+    sizes = ((at, prod(at[1]) * at[3].itemsize) for at in named)
+    contiguous = [(at, nbytes) for at, nbytes in sizes if nbytes and at[2] == c_strides(at[1], at[3].itemsize)]
+    for at, nbytes in sorted(contiguous, key=lambda item: (item[0][0], -item[1])):
+        offset, _, _, dtype = at
+        stop = offset + nbytes
         if runs and runs[-1].stop == offset and runs[-1].dtype == dtype:
             runs[-1].stop = stop
             runs[-1].names.append(named[at])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckpt_formats.containers.torchfile.reader import TorchFile, load_pickle, open_file, open_item
     from ckpt_formats.containers.torchfile.record_forms import CompactRecord, RecordForm, StateForm
     from ckpt_formats.containers.torchfile.same_shape import ParsedTemplate
-    from ckpt_formats.containers.torchfile.storages import Storage, StorageSlice, TensorRef, tensor_of
+    from ckpt_formats.containers.torchfile.storages import Storage, StorageSlice, TensorRef, blob_of, tensor_of
     from ckpt_formats.containers.torchfile.writer import (
         FileLayout,
         FileOutline,
@@ -45,7 +45,7 @@ _NAMES = {
     "reader": ("TorchFile", "load_pickle", "open_file", "open_item"),
     "record_forms": ("CompactRecord", "RecordForm", "StateForm"),
     "same_shape": ("ParsedTemplate",),
-    "storages": ("Storage", "StorageSlice", "TensorRef", "tensor_of"),
+    "storages": ("Storage", "StorageSlice", "TensorRef", "blob_of", "tensor_of"),
     "writer": (
         "FileLayout",
         "FileOutline",
@@ -77,6 +77,7 @@ __all__ = [
     "TensorRef",
     "TorchFile",
     "Window",
+    "blob_of",
     "check_repeated",
     "emit",
     "layout_file",

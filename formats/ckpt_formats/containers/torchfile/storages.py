@@ -168,16 +168,20 @@ def tensor_ref(
 
 
 def tensor_of(ref: TensorRef) -> Tensor:
-    """The lazy tensor of a reference.
+    """The lazy tensor of a reference. Looks up the offset of its storage, as `blob_of`."""
+    box = _whole(ref.shape, ref.strides, ref.dtype.itemsize)[1]
+    return Tensor(ref.shape, ref.dtype, (Fragment(box, blob_of(ref)),))
+
+
+def blob_of(ref: TensorRef) -> FileBlob:
+    """The place in the file of the values of a reference.
 
     Looks up the offset of its storage: one small read the first time.
     """
-    storage, dtype, shape = ref.storage, ref.dtype, ref.shape
-    itemsize = dtype.itemsize
+    storage, dtype = ref.storage, ref.dtype
     at, seal = storage.offsets.find(storage.key)
-    strides, box = _whole(shape, ref.strides, itemsize)
-    blob = FileBlob(storage.offsets.path, at + ref.offset * itemsize, shape, dtype, strides, seal)
-    return Tensor(shape, dtype, (Fragment(box, blob),))
+    strides = _whole(ref.shape, ref.strides, dtype.itemsize)[0]
+    return FileBlob(storage.offsets.path, at + ref.offset * dtype.itemsize, ref.shape, dtype, strides, seal)
 
 
 @lru_cache(1 << 12)  # a checkpoint has many tensors of few shapes
