@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_formats.core.arguments import StrPath, checked
+from ckpt_formats.core.arguments import LocalPath, StrPath, checked
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Origin, Parameter
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.edits import Replace
@@ -27,7 +27,7 @@ from ckpt_formats.stores.location import source_path
 def open(
     path: StrPath,
     *,
-    rules: StrPath | Sequence[Rule] = (),
+    rules: LocalPath | Sequence[Rule] = (),
     order: Sequence[str] = (),
     orders: Mapping[str, Sequence[str]] | None = None,
     shapes: Checkpoint | None = None,

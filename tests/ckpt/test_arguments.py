@@ -304,6 +304,11 @@ def test_path_may_be_a_text_or_any_path_object(form: Callable[[Path], Any], tmp_
     assert ckpt.Shadow(at("run.chain")).path == tmp_path / "run.chain"
     assert ckpt.HuggingFace(config=at("here")).config == tmp_path / "here"
     assert ckpt.Resources(scratch=at("here")).scratch == tmp_path / "here"
+    for local in (partial(ckpt.open, at("m")), partial(ckpt.Follower, at("m"))):
+        with pytest.raises(
+            ckpt.InvalidArgumentError, match=r"rules must be a .*local path.*, not 's3://bucket/r.toml'"
+        ):
+            local(rules="s3://bucket/r.toml")
     for wrong in (5, b"bytes", None):
         for call in (ckpt.open, ckpt.clean, ckpt.Chain, ckpt.seal, partial(ckpt.save, run), partial(ckpt.copy, "a")):
             with pytest.raises(ckpt.InvalidArgumentError, match="must be a path"):

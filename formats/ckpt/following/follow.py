@@ -12,7 +12,7 @@ from ckpt.following.served import Advance, ServedFolder
 from ckpt.following.shards import TensorParallelRank
 from ckpt.following.source import FollowedStep, FollowingStopped, PublishedSource
 from ckpt.pipeline import Resources
-from ckpt_formats.core.arguments import Count, Positive, StrPath, checked
+from ckpt_formats.core.arguments import Count, LocalPath, Positive, StrPath, checked
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError, OutputError
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.rules import rules_of
@@ -64,7 +64,7 @@ def follow_into(
     key: bytes | None = None,
     tp: Positive = 1,
     rank: Count = 0,
-    rules: StrPath | Sequence[Rule] = (),
+    rules: LocalPath | Sequence[Rule] = (),
     resources: Resources | None = None,
     patience: float = 5.0,
 ) -> None:

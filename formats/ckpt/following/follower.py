@@ -19,7 +19,7 @@ from ckpt.following.source import FollowedStep, FollowingStopped, PublishedSourc
 from ckpt.following.state import State, StateLayout, other_model
 from ckpt.following.tensors import tensor_memory
 from ckpt.pipeline import Resources
-from ckpt_formats.core.arguments import Count, Positive, StrPath, checked
+from ckpt_formats.core.arguments import Count, LocalPath, Positive, StrPath, checked
 from ckpt_formats.core.errors import CorruptError, InvalidArgumentError, NotFoundError, UnsafeError
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.rules import rules_of
@@ -64,7 +64,7 @@ class Follower:
         accept_other_model: bool = False,
         tp: Positive = 1,
         rank: Count = 0,
-        rules: StrPath | Sequence[Rule] = (),
+        rules: LocalPath | Sequence[Rule] = (),
         patience: float = 5.0,
     ) -> None:
         """Follow the chain at a path or URL; nothing is read yet.
