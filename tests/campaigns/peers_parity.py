@@ -47,6 +47,7 @@ from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.layout import RankLayout
 from ckpt_formats.universal.gradients.record import Kind
 from ckpt_formats.universal.gradients.segment import rank_file
+from forking import forking
 
 RANKS = 6
 STEPS = 5
@@ -63,6 +64,7 @@ def rounds(folder: Path, seed: int) -> Iterator[object]:
     from run import Round
 
     logs, saves = Logs.create(folder, seed), peers_saves.Saves.create(folder, seed)
+    forking("peers_parity", "peers_saves")
     for number in range(1 << 30):
         way = ("running", "flipped", "restarted", "saves", "settled", "saves, flipped")[number % 6]
         work, own_seed = folder / f"round-{number}", seed * 1_000_003 + number
@@ -185,7 +187,6 @@ class Hosts:
         self._work = work
         self._processes: dict[tuple[str, int], Any] = {}
         self._context = get_context("forkserver")
-        self._context.set_forkserver_preload(["peers_parity"])
         self.addresses = [f"127.0.0.1:{_free_port()}" for _ in range(count)]
         for host in range(count):
             self._start("hold", host, hold, (self.addresses[host], seed + host))

@@ -6,7 +6,6 @@ is whole or gone, and nothing that is neither can be opened. The next prune, or 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -22,6 +21,7 @@ import numpy as np
 import obstore
 
 import ckpt as library
+from forking import forking
 from killing import killed, points
 from object_stores import BUCKET, Killer, StoreServer, killing, moto, reached, start
 from run import Round, alternated
@@ -155,8 +155,7 @@ def rounds(folder: Path, seed: int) -> Iterator[Round]:
     generator = random.Random(seed)
     original = folder / "original"
     make_run(original)
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["prune_kills"])
+    processes = forking("prune_kills")
     with moto() as server, killing(server) as killer, reached(server):
         yield from alternated(
             {

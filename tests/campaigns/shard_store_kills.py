@@ -15,7 +15,6 @@ that the job is done.
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import sys
 import time
@@ -24,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ import obstore
 
 from clusters import DaskProcesses, dask_processes, files
 from damage import SAMPLES, ckpt
+from forking import forking
 from object_stores import BUCKET, Killer, StoreServer, killing, moto, reached, start
 from run import Round, counted
 
@@ -91,17 +92,20 @@ class Campaign:
     """One source that shards write in one format, again and again."""
 
     def __init__(
-        self, server: StoreServer, killer: Killer, folder: Path, name: str, roles: Sequence[str] = ROLES
+        self,
+        server: StoreServer,
+        killer: Killer,
+        processes: BaseContext,
+        folder: Path,
+        name: str,
+        roles: Sequence[str] = ROLES,
     ) -> None:
-        self.server, self.killer, self.folder, self.name = server, killer, folder, name
+        self.server, self.killer, self.processes = server, killer, processes
+        self.folder, self.name = folder, name
         self.counts = Counter[str]()
         self.killed_at = Counter[str]()
-        self.processes = multiprocessing.get_context("forkserver")
-        self.processes.set_forkserver_preload(["shard_store_kills", "ckpt.pipeline.bucket_target"])
         self._numbers = iter(range(sys.maxsize))
-        local = folder / f"local-{name}"
-        assert ckpt("convert", SOURCE, local, *FORMATS[name]).code == 0
-        self.expected = files(local)
+        self.expected = files(_local(folder, name))
         self.requests: dict[str, list[str]] = {}
         for role in roles:
             self.renew()
@@ -346,10 +350,18 @@ def _is_note(key: str) -> bool:
     return key.startswith((f"{NAME}/.ckpt/", f".{NAME}."))
 
 
+def _local(folder: Path, name: str) -> Path:
+    return folder / f"local-{name}"
+
+
 @contextmanager
 def campaigns(folder: Path, names: Iterable[str] = FORMATS, roles: Sequence[str] = ROLES) -> Iterator[list[Campaign]]:
+    names = tuple(names)
+    for name in names:
+        assert ckpt("convert", SOURCE, _local(folder, name), *FORMATS[name]).code == 0
+    processes = forking("shard_store_kills", "ckpt.pipeline.bucket_target")
     with moto() as server, killing(server) as killer, reached(server):
-        yield [Campaign(server, killer, folder, name, roles) for name in names]
+        yield [Campaign(server, killer, processes, folder, name, roles) for name in names]
 
 
 def points(

@@ -14,7 +14,6 @@ no longer, because it is known to have ended on this machine.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import time
@@ -47,6 +46,7 @@ from ckpt_formats.registry.listed import is_mark
 from ckpt_formats.stores.location import source_path
 from clusters import files
 from damage import SAMPLES
+from forking import forking
 from held import states
 from kills import Campaign, Work, is_changed, sweep_chain, without_times
 from object_stores import BUCKET, Killer, StoreServer, killing, moto, reached, small_parts, start
@@ -141,8 +141,7 @@ class StoreWork(Work):
         return code
 
     def objects(self) -> dict[str, bytes]:
-        keys = [meta["path"] for page in obstore.list(self.server.client, "work/") for meta in page]
-        return {key[len("work/") :]: bytes(obstore.get(self.server.client, key).bytes()) for key in keys}
+        return objects_of(self.server)
 
     def renew(self) -> None:
         if there := list(self.objects()):
@@ -186,9 +185,7 @@ class Written(StoreWork):
         super().__init__(*servers)
         target = WRITTEN[name][2]
         self.name, self.url, self.before = name, f"s3://{BUCKET}/work/{target}", {}
-        (local := folder / name).mkdir()
-        write(name, str(local / target))
-        self.local = files(local)
+        self.local = files(folder / name)
 
     def command(self) -> tuple[Any, ...]:
         return write, self.name, self.url
@@ -279,26 +276,37 @@ class Chained(StoreWork):
         return Counter({"both" if len(done) == 2 else "one was locked out" if REFUSED in codes else "one was late": 1})
 
 
-def make_chains(folder: Path, work: StoreWork) -> dict[int, dict[str, bytes]]:
+def objects_of(server: StoreServer) -> dict[str, bytes]:
+    client = server.client
+    keys = [meta["path"] for page in obstore.list(client, "work/") for meta in page]
+    return {key[len("work/") :]: bytes(obstore.get(client, key).bytes()) for key in keys}
+
+
+def write_locally(name: str, folder: Path) -> None:
+    (folder / name).mkdir()
+    write(name, str(folder / name / WRITTEN[name][2]))
+
+
+def make_chains(folder: Path, server: StoreServer) -> dict[int, dict[str, bytes]]:
     """Append states to a chain in the bucket. Return its objects after each."""
     chains = {}
     for state in states(STEPS, ELEMENTS):
         assert state.step is not None
         library.save(state, folder / f"state{state.step}", library.Universal())
         append(source_path(CHAIN), library.open(folder / f"state{state.step}"), None, DeltaPolicy(), Execution())
-        chains[state.step] = work.objects()
+        chains[state.step] = objects_of(server)
     return chains
 
 
 def rounds(folder: Path, seed: int) -> Iterator[Round]:
     """Yield kills of each work in turn, and after each five kills a pair."""
     generator = random.Random(seed)
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["store_kills"])
     with moto() as server, killing(server) as killer, reached(server):
-        servers = (server, killer, processes)
+        for name in WRITTEN:
+            write_locally(name, folder)
+        chains = make_chains(folder, server)
+        servers = (server, killer, forking("store_kills"))
         written = {name: Written(name, folder, *servers) for name in WRITTEN}
-        chains = make_chains(folder, written["universal"])
         chained = {}
         for name in CHAINED:
             before = chains[STEPS if name in ("compact", "copy") else STEPS - 1]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -44,6 +43,7 @@ from ckpt_formats.core.errors import CkptError, LockedError, NotFoundError, Outp
 from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal.published.model import PublishedModel
 from ckpt_formats.universal.published.records import RankShare, RecordRef, StepName, StepRecord
+from forking import forking
 from killing import killed, killed_after, points
 from object_stores import BUCKET, Killer, StoreServer, faulty, killing, moto, reached, start
 from published import Weights, model_of
@@ -555,8 +555,7 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray[Any, Any]]:
 def rounds(folder: Path, seed: int) -> Iterator[Round]:
     """Yield kills of publishers in a folder and in a bucket, and of a follower, in turn."""
     generator = random.Random(seed)
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["sync_kills"])
+    processes = forking("sync_kills")
     with ExitStack() as stack:
         server = stack.enter_context(moto())
         killer = stack.enter_context(killing(server))

@@ -1,7 +1,6 @@
 """Parity in buckets: of a checkpoint there, or of one in a folder."""
 
 import json
-import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -18,6 +17,7 @@ from ckpt_formats.parity.blocks import find_parity
 from ckpt_formats.stores.location import source_path
 from damage import BROKEN, SAMPLES
 from damage import ckpt as command
+from forking import forking
 from held import checkpoint, parameter
 from object_stores import BUCKET, StoreServer, killing, start
 from protect_campaign import contents_of, fill
@@ -132,7 +132,7 @@ def test_kills_in_a_bucket_leave_parity_absent_or_whole_and_each_object_damaged_
     user.put("run", tmp_path / "run")
     ckpt.protect(PLACE, 1, resources=TWO)
     whole = objects_below(user, "run")
-    processes = multiprocessing.get_context("forkserver")
+    processes = forking("object_stores")
     with killing(user) as killer:
 
         def run(name: str, at: int = -1) -> list[int]:
