@@ -12,13 +12,13 @@ from effort import TIMES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-SECONDS = 10
-"""By two processes: 20 s in all."""
+READS = 100_000
+"""About 6 s of a processor, and the same reads each time."""
 
 
 def test_no_kernel_is_harmed_by_hostile_bytes(tmp_path: Path) -> None:
     compiler, finds = fuzz_kernels.find_compiler()
     print(finds)
-    programs = fuzz_kernels.build_levels(tmp_path, compiler)
-    reads = fuzz_kernels.fuzz(programs, 10**9, SECONDS * TIMES, jobs=2, slice=2000)
-    assert reads > 1000
+    programs = fuzz_kernels.build_levels(tmp_path, compiler, "-O0" if TIMES == 1 else "-O1")
+    reads = fuzz_kernels.fuzz(programs, READS * TIMES, jobs=2, slice=2000)
+    assert reads >= READS * TIMES
