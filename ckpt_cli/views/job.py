@@ -42,7 +42,7 @@ def run(label: str, job: Job, resources: Execution, notices: Sequence[Notice] = 
     note_plan(plan, job.format.name)
     if job.replay_notice is not None and resources.shard is None:
         notes.note(job.replay_notice)
-    if (reads := job.store_reads(resources=resources)) is not None:
+    if (reads := job.store_reads(resources=resources)) is not None and reads.requests:
         notes.note(f"reads {_in_words(reads)} from the store")
     notes.flush()
     with progress_bar(label) as progress:

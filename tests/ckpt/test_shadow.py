@@ -145,7 +145,7 @@ def test_damage_in_the_log_ends_the_steps_before_it(run: Path) -> None:
 def restored_last(run: Path) -> int:
     from ckpt_formats.universal.chain import states
 
-    return states.open_steps(run, chain_file.load(run / chain_file.NAME).segments[0], check=True).last
+    return states.open_steps(run, chain_file.load(run / chain_file.NAME).segments[0], check_from=0).last
 
 
 def test_steps_that_the_chain_dropped_are_forgotten(run: Path) -> None:

@@ -188,7 +188,7 @@ def test_records_are_read_back_as_they_were_written(
     with folder() as at, Reader(check=False) as reader:
         path = at / "rank"
         path.write_bytes(content)
-        log = scan(path, head, check=True)
+        log = scan(path, head, check_from=0)
         assert (log.end, log.last_hash, log.torn) == (len(content), previous, None)
         for record, (kind, step, meta, chunks) in zip(log.records, wanted, strict=True):
             assert (record.kind, record.step, record.count) == (kind, step, len(chunks))
@@ -316,7 +316,7 @@ def test_log_file_has_the_records_before_a_flipped_bit(small: Log, written: Path
                     scan(path, head)
                 continue
             count = sum(end <= byte for end in ends_of(whole))
-            assert scan(path, head, check=True).records == whole.records[:count]
+            assert scan(path, head, check_from=0).records == whole.records[:count]
             assert scan(path, head).records in (whole.records[:count], whole.records)
 
 

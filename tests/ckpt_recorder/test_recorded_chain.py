@@ -20,6 +20,7 @@ from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import chain_file, states
+from ckpt_formats.universal.gradients.record import HEAD
 from ckpt_formats.universal.gradients.segment import open_segment, rank_file
 from ckpt_recorder import Recorder
 from ckpt_training import load
@@ -307,9 +308,35 @@ def test_damaged_gradients_are_found_and_steps_before_are_offered(recorded, run:
     assert not (tmp_path / "out").exists()
     assert "step 9" in done.err
     assert "--step 8" in done.err
-    assert "records after step 8 do not count" in ckpt("verify", run).err
+    verified = ckpt("verify", run)
+    assert (verified.code, f"steps 9 to {STEPS} cannot be restored" in verified.out) == (20, True)
+    copied = ckpt("copy", run, tmp_path / "copy")
+    assert (copied.code, "step 9" in copied.err, (tmp_path / "copy").exists()) == (20, True, False)
     assert ckpt("restore", run, tmp_path / "out", "--step", 8).code == 0
     check_state(tmp_path / "out", recorded[1][8])
+
+
+def test_a_damaged_record_before_the_end_of_a_log_is_no_end_of_a_killed_run(run: Path, tmp_path: Path) -> None:
+    (logged,) = chain_file.load(run / chain_file.NAME).segments
+    path = run / logged.folder / rank_file(0)
+    record = open_segment(run / logged.folder).updates[0][4][0].record  # of step 5
+    whole = path.read_bytes()
+    head = record.begin - HEAD.size
+    path.write_bytes(whole[: head + 9] + bytes([whole[head + 9] ^ 1]) + whole[head + 10 :])
+    for command in ("verify", "inspect", "restore", "copy", "latest"):
+        done = ckpt(command, run, *([tmp_path / "out"] if command in ("restore", "copy") else []))
+        assert done.code == 20, command
+        assert f"steps 5 to {STEPS} cannot be restored" in done.out + done.err, command
+    assert not (tmp_path / "out").exists()
+    assert "DAMAGED" in ckpt("log", run).out
+    assert ckpt("restore", run, tmp_path / "out", "--step", 4).code == 0
+
+    path.write_bytes(whole[: head + 9])  # as a killed run leaves it
+    assert ckpt("verify", run).code == 0
+    assert ckpt("restore", run, tmp_path / "last").code == 0
+    assert open_checkpoint(tmp_path / "last").origin.step == 4
+    path.write_bytes(whole[: head + 9] + bytes(len(whole) - head))  # as a machine may leave it that lost its power
+    assert ckpt("verify", run).code == 0
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def _open(run: Path, logged: LoggedSteps, check: bool) -> SegmentView:
     from ckpt_formats.universal.chain.states import open_steps  # most chains have no log of gradients
 
     try:
-        segment = open_steps(run, logged, check)
+        segment = open_steps(run, logged, 0 if check else None)
         segment.last  # noqa: B018  # reads the header of each record
     except CkptError as error:
         return SegmentView(logged, None, error)

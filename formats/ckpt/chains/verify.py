@@ -145,10 +145,8 @@ def _of_segments(views: list[SegmentView]) -> list[Finding]:
         if view.segment is None:
             assert view.error is not None
             findings.append(Finding("unreadable", view.error.what, view.error.where or view.logged.folder))
-        elif view.logged.step is not None and view.segment.last < view.logged.step:
-            lost_steps = f"steps {view.segment.last + 1} to {view.logged.step} cannot be restored"
-            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in view.segment.torn.items())
-            findings.append(Finding("log", f"{lost_steps}: {reasons or 'a file is shorter'}", str(view.segment.folder)))
+        elif damage := view.segment.damage:
+            findings.append(Finding("log", damage.what, str(view.segment.folder)))
         if view.segment is not None and view.segment.difference is not None:
             findings.append(Finding("replay", view.segment.difference, str(view.segment.folder)))
     return findings
@@ -157,7 +155,7 @@ def _of_segments(views: list[SegmentView]) -> list[Finding]:
 def _torn(views: list[SegmentView]) -> Iterator[Notice]:
     """A note for each incomplete end of a log, which a killed run left. This is not damage."""
     for view in views:
-        if view.segment is not None and view.logged.step is None:
+        if view.segment is not None and view.logged.step is None and view.segment.damage is None:
             for path, reason in view.segment.torn.items():
                 yield Notice(f"{path.name}: records after step {view.segment.last} do not count: {reason}")
 

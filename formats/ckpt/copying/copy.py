@@ -58,6 +58,7 @@ class Copy(Checked):
         execution = Execution.of(resources, locks=locks, read_back=read_back)
         plan, selection, format = self._plan, self._selection, replace(self._format, unseen=[], zeros=[])
         count_bytes = count_to(selection.nbytes, progress)
+        chunks = selection.check_logs()
         with self._sealed() as seal_files:
             result = pipeline.write(plan, selection.source, self._target, format, execution, count_bytes)
         if is_remote(self._target):
@@ -65,7 +66,7 @@ class Copy(Checked):
         checksums = sum(map(len, selection.seals.values()))
         zeros = () if selection.opened is None else tuple(zero_notices(selection.opened, format.zeros))
         files = len(self.files) + seal_files
-        return replace(result, files=files, nbytes=selection.nbytes, checksums=checksums, zeros=zeros)
+        return replace(result, files=files, nbytes=selection.nbytes, checksums=checksums, chunks=chunks, zeros=zeros)
 
     @property
     def files(self) -> tuple[ChosenFile, ...]:

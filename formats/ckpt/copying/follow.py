@@ -176,7 +176,10 @@ class _ChainCopy:
 
     def _put_segment(self, run: Path, logged: LoggedSteps, there: dict[str, ObjectEntry]) -> int | None:
         """Put what is new of a segment of the log. Returns its last step; None if a rank has written nothing yet."""
-        segment = open_steps(run, logged)
+        parts = parts_of({each: one.nbytes for each, one in there.items() if each.startswith(f"{logged.folder}/")})
+        segment = open_steps(run, logged, check_from=min((begins[-1] for begins in parts.values()), default=0))
+        if damage := segment.damage:
+            raise damage
         ends = {segment.path(rank): log.end for rank, log in enumerate(segment.logs)}
         if not all(ends.values()):
             return None
@@ -185,7 +188,7 @@ class _ChainCopy:
                 self._put_file(run, path, there)
         for path, end in ends.items():
             name = path.relative_to(run).as_posix()
-            begins = parts_of({each: one.nbytes for each, one in there.items()}).get(name, [0])
+            begins = parts.get(name, [0])
             for begin, stop in pairwise(begins):  # what was put before this process began
                 if stop <= end:
                     self._put(path, begin, stop, part_name(name, begin), there)

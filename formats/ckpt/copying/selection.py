@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.claims import MAX_LIST
-from ckpt_formats.core.errors import CkptError, IncompleteError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.folders import PARITY, below, is_harmless
 from ckpt_formats.core.format import ReadOptions, identified
@@ -72,6 +72,24 @@ class ChosenFiles:
     """Whether the source is one file."""
     opened: Checkpoint | None = None
     """The checkpoint as its format reads it; None for a chain."""
+    logs: tuple[tuple[Path, LoggedSteps], ...] = ()
+    """The segments of a chain's log, each with the chain."""
+
+    def check_logs(self) -> int:
+        """Compare what is copied of logs with their own checksums. Returns how many chunks were compared.
+
+        Raises `CorruptError` if records are damaged. A record that a killed writer left at an end is not copied.
+        """
+        nbytes, count = {one.path: one.nbytes for one in self.files}, 0
+        for run, logged in self.logs:
+            segment = open_steps(run, logged, check_from=0)
+            if damage := segment.damage:
+                raise damage
+            shorter = next((log for log in segment.logs if logged.step is None and log.end < nbytes[log.path]), None)
+            if shorter is not None:
+                raise CorruptError(shorter.torn or "is shorter than it was", where=shorter.path)
+            count += sum(record.count for log in segment.logs for record in log.records)
+        return count
 
     def check_parents(self, target: Path) -> None:
         """Raise `IncompleteError` if the copy of a delta, or of a member that shares packs, could not be read: the
@@ -152,7 +170,7 @@ def select(path: Path, everything: bool = False) -> ChosenFiles:
     names_last = {one.name for one in last}
     files = tuple(one for one in chosen if one.name not in names_last)
     seals = {path: of_file for path, of_file in _by_file(contents.seals).items() if path in identities}
-    return ChosenFiles(source, files, last, seals, False, contents.opened)
+    return ChosenFiles(source, files, last, seals, False, contents.opened, contents.logs)
 
 
 def _is_protected_whole(folder: Path, name: str, chosen: Set[str]) -> bool:
@@ -179,6 +197,7 @@ class _SourceContents:
     others: frozenset[str] | None = None
     """What is beside the files and not part of it: names, those of folders with a slash. None: all else."""
     opened: Checkpoint | None = None
+    logs: tuple[tuple[Path, LoggedSteps], ...] = ()
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> "_SourceContents":
@@ -229,7 +248,15 @@ class _SourceContents:
         folders = {one.folder for one in chain.members} | set(chain.shared_packs())
         folders |= {chain.tip.folder} if chain.tip else set()
         in_folders = [file for name in sorted(folders) for _, file in below(run / name)]
-        return cls((place, *in_folders, *of_segments, *nbytes), members.identities, seals, (), {place: data}, nbytes)
+        return cls(
+            (place, *in_folders, *of_segments, *nbytes),
+            members.identities,
+            seals,
+            (),
+            {place: data},
+            nbytes,
+            logs=tuple((run, logged) for logged in chain.segments),
+        )
 
     @classmethod
     def _of_published(cls, run: Path, place: Path, data: bytes) -> "_SourceContents":

@@ -86,7 +86,10 @@ def has_ended(run: Path, logged: LoggedSteps) -> bool:
     from ckpt_formats.universal.chain.states import open_steps  # most chains have no log
 
     try:
-        return not folder.is_growing(run / logged.folder) and open_steps(run, logged).has_ended
+        if folder.is_growing(run / logged.folder):
+            return False
+        segment = open_steps(run, logged)
+        return segment.has_ended or segment.damage is not None
     except CkptError:
         return False  # no rank has closed it, as far as it can be read
 
@@ -96,7 +99,7 @@ def problem_of_segment(run: Path, logged: LoggedSteps) -> CkptError | None:
     from ckpt_formats.universal.chain.states import open_steps  # most chains have no log
 
     try:
-        segment = open_steps(run, logged, check=True)
+        segment = open_steps(run, logged, check_from=0)
     except CkptError as error:
         return error
     if segment.last >= logged.step if logged.step is not None else segment.has_ended:

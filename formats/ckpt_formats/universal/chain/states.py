@@ -16,12 +16,18 @@ from ckpt_formats.universal.published.steps import find_step, published_steps, r
 
 
 def last_step(run: Path, chain: ChainIndex) -> int:
-    """The last step that can be restored, also while the run continues. Raises as `open_segment`."""
+    """The last step that can be restored, also while the run continues.
+
+    Raises as `open_segment`, and `CorruptError` if the log has damaged records before later ones.
+    """
     if chain.is_published:
         return _head(run).record.name.step
     steps = [member.step for member in chain.members[-1:]]
     if chain.segments:
-        steps.append(open_steps(run, chain.segments[-1]).last)
+        segment = open_steps(run, chain.segments[-1])
+        if damage := segment.damage:
+            raise damage
+        steps.append(segment.last)
     return max(steps)
 
 
@@ -84,9 +90,12 @@ def _named(chain: ChainIndex, address: Address) -> Member:
     )
 
 
-def open_steps(run: Path, logged: LoggedSteps, check: bool = False) -> Segment:
-    """Open a segment of the log. Raises `CorruptError` if another is in its place, and as `open_segment`."""
-    segment = open_segment(run / logged.folder, check, logged.step)
+def open_steps(run: Path, logged: LoggedSteps, check_from: int | None = None) -> Segment:
+    """Open a segment of the log. `check_from`: as in `open_segment`.
+
+    Raises `CorruptError` if another is in its place, and as `open_segment`.
+    """
+    segment = open_segment(run / logged.folder, check_from, logged.step)
     known = (segment.layout.run, segment.first, segment.layout.parent)
     if known != (logged.run, logged.first, logged.parent):
         raise CorruptError("another log is in the place of this one", where=segment.folder)

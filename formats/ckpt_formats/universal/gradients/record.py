@@ -5,13 +5,14 @@
 
 A head has the hashes of the bytes that follow it and of the head before it. A record is valid if it is complete, if
 its hashes fit, and if it names the record before it. A reader ignores all bytes from the first record on that is not
-valid. See docs/format.md.
+valid. If those bytes were flushed before, which later records state, they are damaged: otherwise, a killed writer can
+have left them. See docs/format.md.
 """
 
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -65,6 +66,8 @@ KINDS = frozenset(Kind)
 _MAX_SHARED = 1 << 12
 """The maximum number of parts of texts that are remembered while records are read."""
 _NO_HEAD = "its head is not written yet"
+_WINDOW = 1 << 20
+_MAGIC_NUMBER = int.from_bytes(RECORD_MAGIC, "little")
 LARGE = ("notes", "fields")
 """The fields of a record's text that are read again when needed, and not kept in memory for thousands of steps."""
 
@@ -193,15 +196,18 @@ class RankLog:
     """The hash of the last complete head, which the next record must name."""
     torn: str | None
     """Why the bytes after `end` are not a complete record; None if there are none."""
+    lost: int | None = None
+    """The step of the last complete record after those bytes, if they were flushed to the disk, or the run closed its
+    log after them: they are damaged. None: a killed writer may have left them."""
 
 
-def scan(path: Path, head: FileHead, check: bool = False) -> RankLog:
+def scan(path: Path, head: FileHead, check_from: int | None = None) -> RankLog:
     """The complete records of a rank's file.
 
-    Reads and checks only the chunks that were not flushed to the disk; with `check`, all chunks. Raises
+    Reads and checks only the chunks that were not flushed to the disk, and all from the offset `check_from` on. Raises
     `IncompleteError` if the file does not exist, and `CorruptError` if it belongs to another log.
     """
-    return _with_file(path, head, lambda file: _scan(path, file, head, check))
+    return _with_file(path, head, lambda file: _scan(path, file, head, check_from))
 
 
 def scan_after(log: RankLog, head: FileHead, check_from: int, max_records: int) -> RankLog:
@@ -239,33 +245,59 @@ class _ScannedRecord:
     own_hash: int
 
 
-def _scan(path: Path, file: OpenFile, head: FileHead, check: bool) -> RankLog:
+def _scan(path: Path, file: OpenFile, head: FileHead, check_from: int | None) -> RankLog:
     nbytes, first = file.status.st_size, _head_hash(path, file, head)
     if first is None:
         return RankLog(path, (), 0, 0, _NO_HEAD)
     records: list[LogRecord] = []
     unflushed: list[_ScannedRecord] = []
     torn, end, previous, flushed, limit = None, FILE_HEAD.size, first, 0, 1024
-    known: dict[str, Any] = {}
+    lost, known = None, dict[str, Any]()
     while end < nbytes:
         try:
             one = _next(file, end, nbytes, previous, known)
         except _TornRecord as reason:
-            torn = str(reason)
+            torn, lost = str(reason), _lost_step(file, end, nbytes)
             break
         records.append(one.record)
         end, previous = one.body + one.body_nbytes, one.own_hash
         flushed = max(flushed, one.record.flushed)
         unflushed.append(one)
-        if not check and len(unflushed) >= limit:
+        if check_from is None and len(unflushed) >= limit:
             unflushed = [one for one in unflushed if one.begin >= flushed]
             limit = max(limit, 2 * len(unflushed))
     for one in unflushed:
-        if (check or one.begin >= flushed) and _body_hash(file, one.body, one.body_nbytes) != one.body_hash:
+        is_read = one.begin >= flushed or (check_from is not None and one.begin >= check_from)
+        if is_read and _body_hash(file, one.body, one.body_nbytes) != one.body_hash:
             torn, end, previous = f"the values of step {one.record.step} do not fit their hash", one.begin, one.before
+            if lost is not None or flushed > end or records[-1].kind is Kind.END:
+                lost = max(lost or 0, records[-1].step)
             del records[records.index(one.record) :]
             break
-    return RankLog(path, tuple(records), end, previous, torn)
+    return RankLog(path, tuple(records), end, previous, torn, lost)
+
+
+def _lost_step(file: OpenFile, end: int, nbytes: int) -> int | None:
+    """The step of the last complete record after `end`, where none begins, if what is between was on the disk."""
+    at, step, was_flushed = end + ALIGNMENT, None, False
+    to_read = 2 * nbytes + MAX_LIST  # heads that all state the same long text would be read for ever
+    while at < nbytes and to_read > 0:
+        window = file.read(at, min(_WINDOW, nbytes - at))
+        to_read -= len(window)
+        places = np.frombuffer(window, "<u4", len(window) // 4)[:: ALIGNMENT // 4] == _MAGIC_NUMBER
+        following = at + len(window) // ALIGNMENT * ALIGNMENT
+        for place in (at + ALIGNMENT * int(row) for row in np.flatnonzero(places)):
+            if to_read <= 0:
+                break
+            with suppress(_TornRecord):
+                to_read -= _text_nbytes(file, place)
+                one = _next(file, place, nbytes, None, {})
+                step = max(step or 0, one.record.step)
+                was_flushed |= one.record.flushed > end or one.record.kind is Kind.END
+                following = one.body + one.body_nbytes
+                break
+        at = max(following, at + ALIGNMENT)
+    return step if was_flushed else None
 
 
 def _scan_after(log: RankLog, file: OpenFile, head: FileHead, check_from: int, max_records: int) -> RankLog:
@@ -305,14 +337,23 @@ def _head_hash(path: Path, file: OpenFile, head: FileHead) -> int | None:
     )
 
 
-def _next(file: OpenFile, at: int, nbytes: int, previous: int, known: dict[str, Any]) -> _ScannedRecord:
+def _text_nbytes(file: OpenFile, at: int) -> int:
+    """The bytes of a text and directory, as the head at `at` states them; of a head that is damaged, only its own."""
+    raw = file.read(at, HEAD.size)
+    if len(raw) < HEAD.size or _hash(raw[:56]) != HEAD.unpack(raw)[-1]:
+        return len(raw)
+    return HEAD.size + int(HEAD.unpack(raw)[4]) + int(HEAD.unpack(raw)[5]) * ENTRY.itemsize
+
+
+def _next(file: OpenFile, at: int, nbytes: int, previous: int | None, known: dict[str, Any]) -> _ScannedRecord:
+    """The record at `at`, which follows the one whose head has the hash `previous`; None: any one."""
     raw = file.read(at, HEAD.size)
     if len(raw) < HEAD.size:
         raise _TornRecord("it ends inside the head of a record")
     magic, kind, flags, step, meta_nbytes, count, body_nbytes, index, body, before, own_hash = HEAD.unpack(raw)
     if magic != RECORD_MAGIC or _hash(raw[:56]) != own_hash or flags or kind not in KINDS:
         raise _TornRecord("the head of a record is damaged")
-    if before != previous:
+    if previous is not None and before != previous:
         raise _TornRecord("a record does not follow the one before it")
     directory_nbytes, begin = count * ENTRY.itemsize, at + HEAD.size
     if meta_nbytes > MAX_LIST or begin + meta_nbytes + directory_nbytes + body_nbytes > nbytes:

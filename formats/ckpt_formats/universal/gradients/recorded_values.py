@@ -188,6 +188,7 @@ class _Recorded:
                 raise self._damaged(version, str(error)) from None
             if hash_values(values) != digest:
                 raise self._damaged(version, "its values do not fit their hash")
+            reader.chunks += 1
         assert values is not None
         return values
 

@@ -268,6 +268,7 @@ class SegmentReplay:
             raise self._damaged_error(record, rank, index, str(error)) from None
         if hash_values(out) != digest:
             raise self._damaged_error(record, rank, index, "its values do not fit their hash")
+        reader.chunks += 1
         return True
 
     def _damaged_error(self, record: LogRecord, rank: int, index: int, why: str) -> CorruptError:

@@ -96,6 +96,19 @@ class Segment:
         """Why a file does not end with a complete record, by file. A killed writer can leave such a file."""
         return {log.path: log.torn for log in self.logs if log.torn is not None}
 
+    @property
+    def damage(self) -> CorruptError | None:
+        """The error for lost steps, which the chain states or later records prove; None if none are lost."""
+        lost = max((log.lost or 0 for log in self.logs), default=0) if self.limit is None else self.limit
+        if lost <= self.last:
+            return None
+        path, reason = next(iter(self.torn.items()), (self.folder, "a file is shorter"))
+        return CorruptError(
+            f"steps {self.last + 1} to {lost} cannot be restored: {path.name}: {reason}",
+            where=path,
+            hint=f"Steps up to {self.last} do not need it: `--step {self.last}`.",
+        )
+
     @cached_property
     def has_ended(self) -> bool:
         """Did every rank close its log?"""
@@ -334,15 +347,15 @@ def count_steps(rank: RankLayout, before: Array, steps: Iterable[tuple[LoggedUpd
     return after
 
 
-def open_segment(folder: Path, check: bool = False, limit: int | None = None) -> Segment:
+def open_segment(folder: Path, check_from: int | None = None, limit: int | None = None) -> Segment:
     """The segment in a folder with the records that are complete now, up to step `limit`.
 
-    With `check`, the bytes of all chunks are read and checked. Raises `NotFoundError` if there is no segment,
-    `IncompleteError` if the file of a rank is missing, and `CorruptError`.
+    The bytes of all chunks from the offset `check_from` of each file on are read and checked. Raises `NotFoundError` if
+    there is no segment, `IncompleteError` if the file of a rank is missing, and `CorruptError`.
     """
     layout, heads = open_layout(folder)
     # The heads of records are read one after another, so a store answers many small requests.
-    logs = in_threads(lambda head: scan(folder / rank_file(head.rank), head, check), heads)
+    logs = in_threads(lambda head: scan(folder / rank_file(head.rank), head, check_from), heads)
     return Segment(folder, layout, tuple(logs), limit)
 
 
