@@ -83,12 +83,12 @@ def to_universal(steps: Mapping[Path, Path]) -> dict[Path, str | None]:
     return {step: json.loads(log.read_text())["failure"] for step, _, log in jobs}
 
 
-def run_script(script: Path, arguments: list[str], count: int, **environment: str) -> None:
+def run_script(script: Path, arguments: list[str], count: int) -> None:
     """Run a script of `count` kinds or jobs to its end. Raises `EngineError` with its log if it fails."""
     limit = SECONDS + SECONDS_EACH * count
     with tempfile.TemporaryDirectory(prefix="script-") as folder:
         log = Path(folder) / "log"
-        variables = {**os.environ, **ENVIRONMENT, **environment}
+        variables = {**os.environ, **ENVIRONMENT}
         job = {"script": str(script), "arguments": arguments, "environment": variables, "output": str(log)}
         status = _forks().run(job, limit)
         message = log.read_text(errors="replace") if log.exists() else ""
