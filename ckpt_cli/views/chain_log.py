@@ -315,8 +315,8 @@ def _segment_lines(views: list[SegmentView]) -> Iterator[str]:
             yield f"  {one.type}: {_exactness(one, segment)}"
         yield from _proof(segment)
         for path, reason in segment.torn.items():
-            lost = "" if segment.damage is None else "DAMAGED: "
-            yield f"  {path.name}: {lost}records after step {segment.last} do not count: {reason}"
+            mark = "" if segment.damage is None else "DAMAGED: "
+            yield f"  {path.name}: {mark}records after step {segment.last} do not count: {reason}"
 
 
 def _proved(segment: "Segment") -> int | None:

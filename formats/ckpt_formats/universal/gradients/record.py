@@ -196,7 +196,7 @@ class RankLog:
     """The hash of the last complete head, which the next record must name."""
     torn: str | None
     """Why the bytes after `end` are not a complete record; None if there are none."""
-    lost: int | None = None
+    later_step: int | None = None
     """The step of the last complete record after those bytes, if they were flushed to the disk, or the run closed its
     log after them: they are damaged. None: a killed writer may have left them."""
 
@@ -252,12 +252,12 @@ def _scan(path: Path, file: OpenFile, head: FileHead, check_from: int | None) ->
     records: list[LogRecord] = []
     unflushed: list[_ScannedRecord] = []
     torn, end, previous, flushed, limit = None, FILE_HEAD.size, first, 0, 1024
-    lost, known = None, dict[str, Any]()
+    later_step, known = None, dict[str, Any]()
     while end < nbytes:
         try:
             one = _next(file, end, nbytes, previous, known)
         except _TornRecord as reason:
-            torn, lost = str(reason), _lost_step(file, end, nbytes)
+            torn, later_step = str(reason), _later_step(file, end, nbytes)
             break
         records.append(one.record)
         end, previous = one.body + one.body_nbytes, one.own_hash
@@ -270,14 +270,14 @@ def _scan(path: Path, file: OpenFile, head: FileHead, check_from: int | None) ->
         is_read = one.begin >= flushed or (check_from is not None and one.begin >= check_from)
         if is_read and _body_hash(file, one.body, one.body_nbytes) != one.body_hash:
             torn, end, previous = f"the values of step {one.record.step} do not fit their hash", one.begin, one.before
-            if lost is not None or flushed > end or records[-1].kind is Kind.END:
-                lost = max(lost or 0, records[-1].step)
+            if later_step is not None or flushed > end or records[-1].kind is Kind.END:
+                later_step = max(later_step or 0, records[-1].step)
             del records[records.index(one.record) :]
             break
-    return RankLog(path, tuple(records), end, previous, torn, lost)
+    return RankLog(path, tuple(records), end, previous, torn, later_step)
 
 
-def _lost_step(file: OpenFile, end: int, nbytes: int) -> int | None:
+def _later_step(file: OpenFile, end: int, nbytes: int) -> int | None:
     """The step of the last complete record after `end`, where none begins, if what is between was on the disk."""
     at, step, was_flushed = end + ALIGNMENT, None, False
     to_read = 2 * nbytes + MAX_LIST  # heads that all state the same long text would be read for ever

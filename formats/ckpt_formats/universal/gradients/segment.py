@@ -99,12 +99,12 @@ class Segment:
     @property
     def damage(self) -> CorruptError | None:
         """The error for lost steps, which the chain states or later records prove; None if none are lost."""
-        lost = max((log.lost or 0 for log in self.logs), default=0) if self.limit is None else self.limit
-        if lost <= self.last:
+        end = max((log.later_step or 0 for log in self.logs), default=0) if self.limit is None else self.limit
+        if end <= self.last:
             return None
         path, reason = next(iter(self.torn.items()), (self.folder, "a file is shorter"))
         return CorruptError(
-            f"steps {self.last + 1} to {lost} cannot be restored: {path.name}: {reason}",
+            f"steps {self.last + 1} to {end} cannot be restored: {path.name}: {reason}",
             where=path,
             hint=f"Steps up to {self.last} do not need it: `--step {self.last}`.",
         )
