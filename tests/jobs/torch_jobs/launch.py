@@ -8,17 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from engines.launch import EngineError, run_script
-from torch_jobs.kinds import TRAININGS
+from torch_jobs.kinds import KINDS, TRAININGS, ZOO
 
 HERE = Path(__file__).parent
 
 
 def train(trainings: Iterable[str], out: Path) -> None:
-    """Train and save in every way, into `out`; a training which is there already is kept."""
+    """Train and save in every way, into `out`, after the trainings over whose folders a way saves.
+
+    A training that is there already is not repeated.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    missing = [name for name in trainings if not (out / name / "log.json").exists()]
-    if unknown := [name for name in missing if name not in TRAININGS]:
+    names = set(trainings)
+    if unknown := sorted(names - TRAININGS.keys()):
         raise EngineError(f"no such training: {' '.join(unknown)}")
+    over = [KINDS[way.over] for name in names for way in ZOO[TRAININGS[name]] if way.over is not None]
+    names |= {kind.training.name for kind in over}
+    missing = [name for name in TRAININGS if name in names and not (out / name / "log.json").exists()]
     if missing:
         run_script(HERE / "train.py", [str(out), *missing], len(missing))
 
