@@ -293,6 +293,9 @@ def _errors(
 
 def _notices(replay: SegmentReplay, base: Checkpoint | None, notes: Mapping[str, Value]) -> Iterator[Notice]:
     segment, step, start = replay.segment, replay.step, replay.start.step
+    if step == segment.last and segment.limit is None:
+        for path, reason in segment.torn.items():
+            yield Notice(f"step {step} is the last one that is complete in the log: {path.name}: {reason}")
     if step == start:
         return
     approximate = [one.type for one in segment.layout.optimizers if one.exactness == "approximate"]
