@@ -61,26 +61,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Neighbours in the alphabet also wait for each other, while one of them trains what both read.
     """
+    root, long = str(durations.ROOT), set()
+    cases: Cases = defaultdict(list)
     for item in items:
-        if " at 0x" in item.nodeid or str(durations.ROOT) in item.nodeid:
-            raise pytest.UsageError(f"{item.nodeid} has another name elsewhere: give its parameters `ids`")
-        if SLOW_TESTS.name_of(item.nodeid):
+        name = item.nodeid
+        if " at 0x" in name or root in name:
+            raise pytest.UsageError(f"{name} has another name elsewhere: give its parameters `ids`")
+        if SLOW_TESTS.name_of(name):
             item.add_marker("slow")
+        marks = {mark.name: mark for mark in reversed([*item.iter_markers()])}  # the closest counts
+        if marks.keys() & {"engines", "slow"}:
+            long.add(item.path)
+        count = marks["quick"].args[0] if "quick" in marks else QUICK_CASES
+        if count and "slow" not in marks:
+            cases[name.partition("[")[0], count].append(item)
     config.stash[durations.COLLECTED] = [item.nodeid for item in items]
-    long = {item.path for item in items if any(item.get_closest_marker(name) for name in ("engines", "slow"))}
     seconds = LONGEST_FILES.seconds
     items.sort(key=lambda item: (item.path not in long, -seconds.get(item.nodeid.partition("::")[0], 0.0)))
-    _keep_some_cases(items)
+    _keep_some(cases)
 
 
-def _keep_some_cases(items: list[pytest.Item]) -> None:
+Cases = defaultdict[tuple[str, int], list[pytest.Item]]
+"""The cases of each test, by its name and how many of them `make quick` tries."""
+
+
+def _keep_some(cases: Cases) -> None:
     """Leave some cases of each test to `make quick`, evenly spread: `quick(n)` says how many. The others are slow."""
-    cases: defaultdict[tuple[Path, str, int], list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        mark = item.get_closest_marker("quick")
-        if (count := mark.args[0] if mark else QUICK_CASES) and not item.get_closest_marker("slow"):
-            cases[item.path, item.nodeid.partition("[")[0], count].append(item)
-    for (_, _, count), of_one in cases.items():
+    for (_, count), of_one in cases.items():
         quick = {i * len(of_one) // count for i in range(count)}
         for number, item in enumerate(of_one):
             if number not in quick:

@@ -92,7 +92,9 @@ class Rounding:
         return np.copysign(np.float64(self.numbers[near]), value).astype(self.dtype)
 
 
-ROUNDINGS = {name: Rounding(DTYPES[name]) for name in SHORT}
+@cache
+def rounding_to(name: str) -> Rounding:
+    return Rounding(DTYPES[name])
 
 
 def is_same(a: Any, b: Any) -> bool:
@@ -102,7 +104,7 @@ def is_same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("name", SHORT)
 def test_rounding_is_exact_around_every_midpoint(name: str) -> None:
     """A hair above or below the middle of two numbers: what two roundings get wrong."""
-    rounding = ROUNDINGS[name]
+    rounding = rounding_to(name)
     step = max(1, len(rounding.numbers) // 500)
     chosen = [*range(0, len(rounding.numbers) - 1, step), *range(len(rounding.numbers) - 3, len(rounding.numbers) - 1)]
     middles = np.array(
@@ -124,7 +126,7 @@ def test_numpy_alone_rounds_twice() -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.floats(allow_nan=True, allow_infinity=True, width=64), st.sampled_from(SHORT))
 def test_any_float_is_rounded_once(value: float, name: str) -> None:
-    assert is_same(round_once(np.array([value]), DTYPES[name])[0], ROUNDINGS[name](value))
+    assert is_same(round_once(np.array([value]), DTYPES[name])[0], rounding_to(name)(value))
 
 
 def test_a_nan_is_positive_and_quiet() -> None:
@@ -153,7 +155,7 @@ def reference(arrays: Sequence[Any], weights: Sequence[float], dtype: DType) -> 
     total = total / sum(map(Fraction, weights)).__float__()
     if dtype.itemsize >= 4:
         return total.astype(dtype)
-    rounding = ROUNDINGS[dtype.name]
+    rounding = rounding_to(dtype.name)
     return np.array([rounding(float(x)) for x in total.reshape(-1)]).astype(dtype).reshape(total.shape)
 
 

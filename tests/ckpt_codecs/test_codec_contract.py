@@ -156,7 +156,7 @@ GRADIENT_KINDS: list[Callable[[int, int], Array]] = [
 
 
 @pytest.mark.parametrize(
-    "chunk", [chunk for chunk in chunks() if isinstance(chunk.codec, DeltaCodec)], ids=lambda chunk: chunk.name
+    "chunk", [chunk for chunk in chunks() if isinstance(chunk.own, DeltaCodec)], ids=lambda chunk: chunk.name
 )
 def test_delta_codec_returns_wanted_states_alone(chunk: Chunk) -> None:
     whole = chunk.decoded(chunk.data)
@@ -220,7 +220,7 @@ def test_codec_survives_other_states_before(chunk: Chunk) -> None:
 def test_codec_survives_a_chunk_of_another_codec(chunk: Chunk) -> None:
     for codec in ALL_CODECS:
         if isinstance(codec, Codec) == isinstance(chunk.codec, Codec):
-            replace(chunk, codec=codec).survives(chunk.data)
+            replace(chunk, own=codec, step=None).survives(chunk.data)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from ckpt_formats.core.tensor import Array
 from codec_arrays import CHUNKED, F32
 from codec_chunks import ARRAY, Chunk, chunk_of, chunks, of_array
 
-CHUNKS = [chunk for chunk in chunks() if chunk.codec in CHUNKED]
+CHUNKS = [chunk for chunk in chunks() if chunk.own in CHUNKED]
 
 
 def survives(codec: Codec, data: bytes, values: Array, base: Array | None) -> bool:

@@ -25,7 +25,7 @@ def survives(codec: DeltaCodec, data: bytes, change: StatePair) -> bool:
 def test_the_chunks_have_parts_of_every_kind() -> None:
     headers, forms = set(), set()
     for one in chunks():
-        if one.codec.name not in DELTA_NAMES:
+        if one.own.name not in DELTA_NAMES:
             continue
         data = one.data
         at = 1 + 4 * len(one.after)

@@ -8,16 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckpt import Follower
-from ckpt_serving.trl_transfer import TrlTransfer
 from recording_server import recording_server
 
 pytestmark = pytest.mark.engines
 
 
 def test_each_synced_step_is_published_before_the_server_is_updated(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds, which a worker that collects would spend
+
+    from ckpt_serving.trl_transfer import TrlTransfer
+
     torch.manual_seed(1)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))

@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 import torch
-from torch import nn
 
 import ckpt
 from ckpt_formats.core.errors import InvalidArgumentError
@@ -15,39 +13,16 @@ from ckpt_training import LightningSaver
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
 
-class Model(lightning.LightningModule):
-    """With dropout, so that losses depend on random states, and a scheduler."""
+@pytest.fixture
+def fit() -> Any:
+    """`lightning_run.fit`, imported when a test needs it."""
+    from lightning_run import fit
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
-        self.losses: list[float] = []
-
-    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        loss = (self.layers(batch) - batch.sum(1, keepdim=True)).square().mean()
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
-
-
-def fit(saver: LightningSaver, epochs: int, seed: int = 0) -> tuple[Model, Any]:
-    """Train for so many epochs of three steps."""
-    lightning.seed_everything(seed, verbose=False)
-    model, data = Model(), torch.randn(12, 6, generator=torch.Generator().manual_seed(5))
-    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)  # type: ignore[arg-type]
-    trainer = lightning.Trainer(
-        max_epochs=epochs, accelerator="cpu", devices=1, callbacks=[saver], enable_checkpointing=False,
-        logger=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(model, loader)
-    return model, trainer
+    return fit
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_losses_go_on_after_a_save_of_the_callback(tmp_path: Path) -> None:
+def test_losses_go_on_after_a_save_of_the_callback(tmp_path: Path, fit: Any) -> None:
     whole, _ = fit(LightningSaver(tmp_path / "whole.chain"), 4)
     assert list(ckpt.Chain(tmp_path / "whole.chain")) == [3, 6, 9, 12]
     fit(LightningSaver(tmp_path / "run.chain"), 2)
@@ -63,7 +38,7 @@ def test_losses_go_on_after_a_save_of_the_callback(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_callback_saves_every_so_many_steps(tmp_path: Path) -> None:
+def test_callback_saves_every_so_many_steps(tmp_path: Path, fit: Any) -> None:
     fit(LightningSaver(tmp_path / "run", every_n_train_steps=2), 1)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000002"]
     with pytest.raises(InvalidArgumentError, match="every_n_train_steps=0 is below 1"):

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpt_codecs import Codec, CodecError, DeltaCodec, FirstMoment, Integers, Planes, SecondMoment, Zstd
 from ckpt_codecs.base import Array, Shape
-from ckpt_codecs.delta import StatePair, States, StateTypes
+from ckpt_codecs.delta import StatePair, States, StateTypes, StepInfo
 from ckpt_codecs.gradients import GRADIENT_CODECS, gradient_codec
 from ckpt_codecs.registry import (
     delta_from_config,
@@ -34,9 +34,17 @@ class Chunk:
     """Values and the codec that encodes them, whatever its interface is."""
 
     name: str
-    codec: AnyCodec
+    own: AnyCodec
     before: States
     after: States
+    step: StepInfo | None = None
+    """Where it is given, the codec is fitted to the chunk, when it is first asked for: that takes longest."""
+
+    @cached_property
+    def codec(self) -> AnyCodec:
+        if self.step is None or not isinstance(self.own, DeltaCodec):
+            return self.own
+        return fitted(self.own, StatePair(self.before, self.after), self.step)
 
     @cached_property
     def data(self) -> bytes:
@@ -153,7 +161,7 @@ def _delta_chunks() -> Iterator[Chunk]:
     for name, change, step in delta_cases(5):
         if name in _DELTA_CASES:
             for codec in DELTAS:
-                yield Chunk(f"{codec.name}:{name}", fitted(codec, change, step), change.before, change.after)
+                yield Chunk(f"{codec.name}:{name}", codec, change.before, change.after, step)
             if name in ("copy-bfloat16", "few-changes"):
                 fast = delta_from_config({"name": "difference", "speed": "fast"})
                 yield Chunk(f"difference:{name}-fast", fast, change.before, change.after)

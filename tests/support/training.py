@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import dcp_states
 from damage import ckpt
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -62,4 +61,6 @@ def _save(path: Path, step: int, net: Net, optimizer: torch.optim.Optimizer, for
     kept = optimizer.state_dict()
     named = {"state": {names[i]: state for i, state in kept["state"].items()}}
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in kept["param_groups"]]
+    import dcp_states  # torch.distributed.tensor takes a second
+
     return dcp_states.save({"model": net.state_dict(), "optim": {**named, "param_groups": groups}, **rest}, path)
