@@ -1,8 +1,10 @@
 """Blocks of one file that two workers compute: the same bytes, and nobody works without a place."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,8 @@ import pytest
 
 from ckpt.job import save
 from ckpt.pipeline import Execution
-from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_codecs import Planes
+from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import WritableFormat
 from ckpt_formats.core.spare_workers import SpareWorkers
@@ -23,6 +26,7 @@ from ckpt_formats.engines.safetensors import Safetensors
 from ckpt_formats.engines.torch_save import Torch
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal
+from ckpt_formats.universal.encode_state import CodecChoice, _ChunkSource, _encoded_chunks, _EncodedChunk
 from held import checkpoint, contents, parameter
 
 FORMATS: dict[str, WritableFormat] = {
@@ -30,6 +34,7 @@ FORMATS: dict[str, WritableFormat] = {
     "safetensors": Safetensors(),
     "plain": Universal(),
     "coded": Universal(codec="auto"),
+    "packs": Universal(codec="auto", pack_nbytes=4 << 20),
     "coded.ucp": Universal(codec="auto", single_file=True),
     "dcp": DCP(),
     "orbax": Orbax(),
@@ -60,7 +65,7 @@ def numbers(seen: list[str], count: int = 6, bad: int | None = None) -> Iterator
 @pytest.mark.parametrize("name", FORMATS)
 def test_spare_workers_leave_the_bytes_of_one_file_as_they_are(name: str, tmp_path: Path) -> None:
     source, written = one_large(), []
-    for workers in (1, 2):
+    for workers in (1, 3):
         target, threads = tmp_path / f"{workers}" / name, set[str]()
         target.parent.mkdir()
         save(
@@ -70,11 +75,11 @@ def test_spare_workers_leave_the_bytes_of_one_file_as_they_are(name: str, tmp_pa
             resources=Execution(workers),
             progress=lambda done, total: threads.add(threading.current_thread().name),  # noqa: B023
         )
-        assert any(one.startswith("ckpt-spare") for one in threads) == (workers == 2)
+        assert any(one.startswith("ckpt-spare") for one in threads) == (workers > 1)
         files = [target] if target.is_file() else [path for path in target.rglob("*") if path.is_file()]
         written.append({path.relative_to(target.parent).as_posix(): path.read_bytes() for path in files})
     assert written[0] == written[1]
-    values, expected = contents(open_checkpoint(tmp_path / "2" / name)), contents(source)
+    values, expected = contents(open_checkpoint(tmp_path / "3" / name)), contents(source)
     shared = values.keys() & expected.keys()  # Orbax has a step besides
     assert {key: values[key] for key in shared} == {key: expected[key] for key in shared}
     assert {("large", "model"), ("tail3", "model")} <= shared
@@ -123,14 +128,47 @@ def test_block_waits_for_the_item_that_is_being_computed() -> None:
         assert finished == [True], "the block waits for the item that is being computed: it may use a reader"
 
 
-def test_part_in_use_stays_as_it_is_while_small_blocks_and_the_next_large_one_are_joined() -> None:
-    tensors = [one.weight for one in one_large().parameters.values() if one.name.startswith("tail")]
+def joined_in_threes(parts: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
+    """Every fourth block as it is, and the three after it as one part."""
+    for part in parts:
+        yield part
+        yield b"".join(bytes(one) for one in islice(parts, 3))
+
+
+@pytest.mark.parametrize("join", [_join_small, joined_in_threes])
+def test_part_in_use_stays_as_it_is_whatever_is_read_for_the_next_one(
+    join: Callable[[Iterator[memoryview]], Iterator[bytes | memoryview]],
+) -> None:
+    tensors = [one.weight for one in one_large().parameters.values()]
     with ThreadPoolExecutor(1) as pool, Reader(check=False) as reader:
         transfer = Transfer(reader, spare=SpareWorkers(threading.Semaphore(1), pool))
-        stream = _join_small(part for tensor in tensors for part in transfer.chunks(tensor))
+        stream = join(part for tensor in tensors for part in transfer.chunks(tensor))
         written = b""
-        with transfer, transfer.ahead(stream, lambda part: len(part) > 1 << 17) as parts:
+        with transfer, transfer.ahead(stream, lambda part: len(part) > 0) as parts:
             for part in parts:
                 pool.submit(int).result()  # the next part is computed now
                 written += part
     assert written == b"".join(np.asarray(tensor).tobytes() for tensor in tensors)
+
+
+def test_encoded_chunk_in_use_stays_as_it_is_while_its_worker_encodes_for_another_file() -> None:
+    large = one_large().parameters["large"]
+    other = parameter("other", {"model": -np.asarray(large.weight)})
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        spare = SpareWorkers(threading.Semaphore(1), pool)
+
+        def chunks(of: Parameter) -> Iterator[_EncodedChunk]:
+            transfer = stack.enter_context(Transfer(stack.enter_context(Reader(check=False)), spare=spare))
+            choice = CodecChoice(Planes(), None)
+            encoded = _encoded_chunks(_ChunkSource.of(of, MODEL, choice), choice, of, transfer, None)
+            return stack.enter_context(transfer.ahead(encoded, lambda chunk: True))
+
+        own, others = chunks(large), chunks(other)
+        next(own)
+        pool.submit(int).result()
+        used = next(own)  # the spare worker has encoded it
+        data = bytes(used.data)
+        for _ in range(3):
+            pool.submit(int).result()
+            next(others)
+        assert bytes(used.data) == data

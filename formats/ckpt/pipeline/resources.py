@@ -41,6 +41,7 @@ class Resources(Checked):
     @property
     def slab(self) -> int:
         # A worker holds up to four slabs: values, a copy, a replica, and a band or what is computed.
+        # With the help of a spare worker, it holds as many as both.
         return max(1 << 16, min(SLAB, self.memory // (4 * self.workers)))
 
     @property

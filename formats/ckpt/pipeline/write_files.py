@@ -121,8 +121,8 @@ def write_files(
 
     with (
         prefetched([ranges_of(group) for group in in_order], identities, whole) as planned,
+        ThreadPoolExecutor(resources.workers, "ckpt-spare") as helping,  # ends after those that it helps
         ThreadPoolExecutor(resources.workers, "ckpt") as pool,
-        ThreadPoolExecutor(resources.workers, "ckpt-spare") as helping,
     ):
         spare = None if resources.workers == 1 else SpareWorkers(working, helping)
         try:

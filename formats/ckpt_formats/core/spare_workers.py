@@ -26,11 +26,14 @@ class SpareWorkers:
         self._pool = pool
 
     @contextmanager
-    def ahead(self, items: Iterable[T], is_worth: Callable[[T], bool]) -> Iterator[Iterator[T]]:
+    def ahead(
+        self, items: Iterable[T], is_worth: Callable[[T], bool], hold: Callable[[], None] = lambda: None
+    ) -> Iterator[Iterator[T]]:
         """Give the block the same items. While the block uses one, a spare worker computes the next one, if there is
         such a worker and if the use of the item `is_worth` the handing over, which takes about 50 µs.
 
-        So an item must stay valid while the next one is computed. At most one thread runs the iterator at a time.
+        So an item must stay valid while the next one is computed: `hold` is called before that. At most one thread runs
+        the iterator at a time.
         """
         rest, coming = iter(items), list[Future[T | _End]]()
 
@@ -40,6 +43,7 @@ class SpareWorkers:
                 if item is _END:
                     return
                 if is_worth(item) and self._working.acquire(blocking=False):
+                    hold()
                     coming.append(self._pool.submit(self._next, rest))
                 yield item
 

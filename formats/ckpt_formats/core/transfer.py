@@ -29,7 +29,9 @@ _SMALL_NBYTES = 1 << 17
 
 
 class Transfer:
-    """Reads the tensors of one file. An array that it returns is valid until the next call for the same slot."""
+    """Reads the tensors of one file. An array that it returns is valid until the next call for the same slot; if it is
+    in an item of `ahead`, whoever takes the item may also use it while the next one is computed.
+    """
 
     def __init__(
         self,
@@ -49,19 +51,21 @@ class Transfer:
         self._slab_nbytes = slab_nbytes
         self._count_bytes = count_bytes
         self._buffers: dict[str, Array] = {}
+        """The buffer of each slot that was filled last."""
+        self._others: dict[str, Array] = {}
+        """A second one of each slot that was filled while an item was in use."""
+        self._in_use = set[str]()
+        """The slots that have not been filled since the item in use was computed."""
         self._spare = spare
-        self.turns = 1 if spare is None else 2
-        """How many items of a sequence are valid at a time: as many slots of each kind need those that compute it."""
-        self._turn = 0
-        """The number of the slot that `chunks` has filled last."""
 
     def __enter__(self) -> "Transfer":
         return self
 
     def __exit__(self, *ignored: object) -> None:
         """Release all buffers. The arrays that were returned are no longer valid."""
-        while self._buffers:
-            release_buffer(self._buffers.popitem()[1])
+        for buffers in (self._buffers, self._others):
+            while buffers:
+                release_buffer(buffers.popitem()[1])
 
     def boxes(self, tensor: Tensor) -> Iterator[Box]:
         """Blocks of a tensor, in storage order, each within the budget."""
@@ -77,33 +81,47 @@ class Transfer:
             yield box, self.fetch(tensor, box)
 
     def chunks(self, tensor: Tensor) -> Iterator[memoryview]:
-        """All bytes of a tensor, in storage order. `turns` blocks are valid at a time, and the last small one besides.
-
-        So a caller may join small blocks between two large ones before the first of these is written.
-        """
+        """All bytes of a tensor, in storage order. Each block is valid until the next one of any tensor."""
         for box in self.boxes(tensor):
-            if box.size * tensor.dtype.itemsize <= _SMALL_NBYTES:
-                yield as_bytes(self.fetch(tensor, box, "chunks/small")).data
-                continue
-            self._turn = (self._turn + 1) % self.turns
-            yield as_bytes(self.fetch(tensor, box, f"chunks/{self._turn}")).data
+            yield as_bytes(self.fetch(tensor, box, "chunks")).data
 
     def write_sealed(self, folder: Path, file: str, parts: Iterable[bytes | memoryview]) -> Seal:
         """Write a file front to back, as `files.write_sealed`; a spare worker computes the next part meanwhile.
 
-        `parts` may be computed by this transfer. `turns` of them must be valid at a time.
+        `parts` may be computed by this transfer, each of blocks that are valid when it is yielded.
         """
         with self.ahead(parts, lambda part: len(part) > _SMALL_NBYTES) as computed:
             return write_sealed(folder, file, computed, self.is_flushed)
 
     @contextmanager
     def ahead(self, items: Iterable[T], is_worth: Callable[[T], bool]) -> Iterator[Iterator[T]]:
-        """As `SpareWorkers.ahead`, for items that this transfer reads: within, nobody else may use it."""
+        """As `SpareWorkers.ahead`, for items that this transfer reads: within, nobody else may use it.
+
+        An item may refer to arrays that are valid when it is yielded, so to what each slot had last. Those stay until
+        the item after it is taken, since the first fill of a slot goes to the slot's other buffer, and so do all others
+        before that.
+        """
         if self._spare is None:
             yield iter(items)
             return
-        with self._spare.ahead(items, is_worth) as computed:
+        with self._spare.ahead(items, is_worth, self._hold) as computed:
             yield computed
+
+    def _hold(self) -> None:
+        """Leave what each slot has now as it is until the next call."""
+        self._in_use = set(self._buffers)
+
+    def buffer(self, slot: str, nbytes: int) -> Array:
+        """A buffer, (nbytes,) uint8, valid as an array of `fetch` for this slot: for what is computed of arrays."""
+        if slot in self._in_use:
+            self._in_use.remove(slot)
+            buffer, other = self._buffers.pop(slot), self._others.pop(slot, None)
+            self._others[slot] = buffer
+            if other is not None:
+                self._buffers[slot] = other
+        if slot not in self._buffers or self._buffers[slot].size < nbytes:
+            self._buffers[slot] = acquire_buffer(nbytes)
+        return self._buffers[slot][:nbytes]
 
     def fetch(self, tensor: Tensor, box: Box, slot: str = "values", counted: bool = True) -> Array:
         """The values of one block: an array of the same shape as the block, and of the tensor's dtype.
@@ -122,10 +140,7 @@ class Transfer:
         return self._read(tensor, slot, True)
 
     def _read(self, block: Tensor, slot: str, counted: bool) -> Array:
-        buffer = self._buffers.get(slot)
-        if buffer is None or buffer.size < block.nbytes:
-            buffer = self._buffers[slot] = acquire_buffer(block.nbytes)
-        out = buffer[: block.nbytes].view(block.dtype).reshape(block.shape)
+        out = self.buffer(slot, block.nbytes).view(block.dtype).reshape(block.shape)
         block.read_into(out, self.reader)
         self._count_bytes(block.nbytes if counted else 0)
         return out

@@ -156,17 +156,14 @@ class _ChunkSource:
     def box(self, index: int) -> Box:
         return self.chunking.box(index)
 
-    def fetch(self, index: int, transfer: Transfer, counted: bool = True, turn: int = 0) -> tuple[Array, Array | None]:
-        """The values of a chunk and of its base, each in the shape that the codec expects: (rows, columns) or (n,).
-
-        They are valid until the next ones of the same `turn`.
-        """
+    def fetch(self, index: int, transfer: Transfer, counted: bool = True) -> tuple[Array, Array | None]:
+        """The values of a chunk and of its base, each in the shape that the codec expects: (rows, columns) or (n,)."""
         box = self.box(index)
         form = self.chunking.chunk_shape(box.size)
-        values = transfer.fetch(self.values, box, f"values/{turn}", counted=counted).reshape(form)
+        values = transfer.fetch(self.values, box, counted=counted).reshape(form)
         if self.base is None:
             return values, None
-        return values, transfer.fetch(self.base, box, f"base/{turn}", counted=False).reshape(form)
+        return values, transfer.fetch(self.base, box, "base", counted=False).reshape(form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,19 +177,20 @@ class _EncodedChunk:
 def _encoded_chunks(
     source: _ChunkSource, choice: CodecChoice, parameter: Parameter, transfer: Transfer, passing: Passing | None
 ) -> Iterator[_EncodedChunk]:
-    """The chunks of a state, of which `transfer.turns` are valid at a time."""
+    """The chunks of a state."""
     for index in range(source.chunking.count):
-        turn = index % transfer.turns
-        values, base = source.fetch(index, transfer, turn=turn)
+        values, base = source.fetch(index, transfer)
         if passing is not None:
             passing(source.box(index), values.reshape(-1))
-        data = choice.coded.pop(index, None) or _encode(choice, values, base, parameter, turn)
+        data = choice.coded.pop(index, None) or _encode(choice, values, base, parameter, transfer)
         yield _EncodedChunk(index, values, base, data)
 
 
-def _encode(choice: CodecChoice, values: Array, base: Array | None, parameter: Parameter, turn: int) -> Bytes:
+def _encode(choice: CodecChoice, values: Array, base: Array | None, parameter: Parameter, transfer: Transfer) -> Bytes:
+    # Not a thread's buffer: a spare worker may encode for another file before this chunk is written.
+    out = transfer.buffer("coded", encode_bound(values.nbytes))
     try:
-        return choice.codec.encode_into(values, base, thread_buffer(f"coded/{turn}", encode_bound(values.nbytes)))
+        return choice.codec.encode_into(values, base, out)
     except NotApplicable as error:  # although it could encode the chunks by which it was chosen
         raise UnsupportedError(
             f"codec {choice.codec.name}: {error}", where=f"tensor {printable(parameter.name)}"

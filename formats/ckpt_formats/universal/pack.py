@@ -316,9 +316,9 @@ def _write_plain(out: PackFile, tensor: Tensor, transfer: Transfer, copy: ModelC
     step = max(1, SLAB // (chunking.chunk_size * max(tensor.dtype.itemsize, 4))) * chunking.chunk_size
 
     def blocks() -> Iterator[Array]:
-        for number, first in enumerate(range(0, tensor.size, step)):
+        for first in range(0, tensor.size, step):
             box = Box((first,), (min(first + step, tensor.size),))
-            values = transfer.fetch(vector, box, f"values/{number % transfer.turns}")
+            values = transfer.fetch(vector, box)
             if copy is not None and copied is not None:
                 copy.compare(box, values, transfer, copied)
             yield values
