@@ -23,7 +23,7 @@ from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.text import printable
 from ckpt_formats.registry.location import checkpoints_in
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.stores.location import refuse_url, source_path
+from ckpt_formats.stores.location import is_url, refuse_url, source_path
 
 if TYPE_CHECKING:
     from ckpt.chains.restore import ChainState
@@ -51,30 +51,23 @@ def open_source(path: str | Path, options: ReadOptions, accept_suspicious: bool 
 
 
 def open_readable(paths: Sequence[str], options: ReadOptions) -> tuple[tuple[Checkpoint, ...], dict[str, CkptError]]:
-    """The checkpoints at some paths, and by path the errors of those that cannot be read, or are not complete.
+    """The checkpoints at some paths, and by path the errors of those that cannot be opened.
 
-    Raises the error of the first, that of any of two, and that of another if no other can be read.
+    Raises the error of the first, that of any of two, and that of another if no other can be opened.
     """
     first = open_source(paths[0], options)
-    others = {
-        path: _open_complete(path, options) if len(paths) > 2 else open_source(path, options) for path in paths[1:]
-    }
+    others = {path: _opened_or_error(path, options) for path in paths[1:]}
     errors = {path: one for path, one in others.items() if isinstance(one, CkptError)}
     if errors and len(errors) == len(others):
         raise next(iter(errors.values()))
     return (first, *(one for one in map(others.__getitem__, paths[1:]) if isinstance(one, Checkpoint))), errors
 
 
-def _open_complete(path: str, options: ReadOptions) -> Checkpoint | CkptError:
-    """The checkpoint at a path, or why it cannot be read as a whole."""
-    from ckpt.pipeline.checks import check_complete  # only a comparison of several needs it
-
+def _opened_or_error(path: str, options: ReadOptions) -> Checkpoint | CkptError:
     try:
-        checkpoint = open_source(path, options)
-        check_complete(checkpoint)
+        return open_source(path, options)
     except CkptError as error:
         return error
-    return checkpoint
 
 
 def with_checkpoints_inside(path: str) -> tuple[str | Path, list[Path]]:
@@ -291,7 +284,7 @@ def _rules(file: str) -> "tuple[Rule, ...]":
 def _place_and_file(text: str) -> tuple[str | None, Path]:
     """The place and the file in `PLACE=FILE`; the place is None if the text is the name of an existing file."""
     place, mark, file = text.partition("=")
-    if not mark or not place or Path(text).exists():
+    if not mark or not place or is_url(text) or Path(text).exists():
         place, file = "", text
     refuse_url(file, "--param-order reads a file of this machine", "Copy it here, and name the copy.")
     return place or None, Path(file)

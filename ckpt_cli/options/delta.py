@@ -11,7 +11,7 @@ import click
 
 from ckpt_cli.options.groups import with_options
 from ckpt_cli.options.target import protecting
-from ckpt_cli.options.types import CheckpointPath, ShareType, numbers
+from ckpt_cli.options.types import CheckpointPath, NamedPath, ShareType, numbers
 from ckpt_formats.core.arguments import Count, Increase
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ def delta_file(command: F) -> F:
         "--dry-run", is_flag=True, help="Check everything, estimate from some chunks what a delta takes, write nothing."
     )
     output = click.option(
-        "-o", "--output", type=click.Path(), metavar="DELTA", help="Write SECOND as a delta against FIRST."
+        "-o", "--output", type=NamedPath(), metavar="DELTA", help="Write SECOND as a delta against FIRST."
     )
     preset = click.option("--preset", type=click.Choice(_PRESETS), help=_PRESET_HELP)
     return cast(F, with_options(wrapper, output, _CODEC, preset, *_LOSS, _STEP, dry_run, group="Delta"))

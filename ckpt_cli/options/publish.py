@@ -10,7 +10,7 @@ import click
 
 from ckpt_cli.options.command import dry_run
 from ckpt_cli.options.groups import with_options
-from ckpt_cli.options.types import FileToRead, FloatType, numbers
+from ckpt_cli.options.types import FileToRead, FloatType, NamedPath, numbers
 from ckpt_formats.core.arguments import Count
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,7 +61,7 @@ _TENSORS = (
     click.option("--dtype", type=FloatType(), metavar="TYPE", help="Round weights to bf16, fp16, fp32, ..."),
     click.option(
         "--config",
-        type=click.Path(readable=False),
+        type=NamedPath(readable=False),
         help="config.json, or the folder with it and the tokenizer.  [default: that of the checkpoint]",
     ),
 )

@@ -257,8 +257,8 @@ def source(
     With `accept_suspicious`, suspicions can be accepted. `several` is the metavar of an argument that may be given
     again: the command gets a tuple, and with `states`, a chain alone stands for all its stored states, with `runs` the
     folder of a run for its checkpoints. `option`: an option of the command whose path, if given, is opened likewise.
-    `goes_on`: of more than two checkpoints, those after the first that cannot be opened, or are not complete, are left
-    out; the command gets their errors by path as `unread`.
+    `goes_on`: of more than two checkpoints, those after the first that cannot be opened are left out; the command gets
+    their errors by path as `unread`.
     """
 
     def decorate(command: F) -> F:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import click
 
 from ckpt_cli.options.groups import with_options
-from ckpt_cli.options.types import CheckpointPath, NumbersType, SizeType, numbers
+from ckpt_cli.options.types import CheckpointPath, NamedPath, NumbersType, SizeType, numbers
 from ckpt_formats.core.arguments import Positive, Ranks, ZeroStage
 from ckpt_formats.registry import FORMATS, ONLY_READ
 from ckpt_formats.state_dicts.keys import STYLES
@@ -124,7 +124,7 @@ FORMAT_OPTIONS: dict[str, FormatOption] = {
     "zarr3": FormatOption("--zarr3", bool, "Write arrays of zarr 3 instead of 2.", ("orbax",)),
     "config": FormatOption(
         "--config",
-        click.Path(readable=False),
+        NamedPath(readable=False),
         "config.json, or the folder with it and the tokenizer.  [default: that of the source]",
         ("hf", "gguf", *_MEGATRON),
     ),

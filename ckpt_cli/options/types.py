@@ -77,15 +77,22 @@ def _with_value(words: Sequence[str], option: str, value: str) -> tuple[str, ...
     return tuple(replaced)
 
 
-class CheckpointPath(click.Path):
+class NamedPath(click.Path):
+    """A path or a URL that is not empty."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("the path is empty. Was a variable of the shell not set?", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class CheckpointPath(NamedPath):
     """The path of a checkpoint to read or to write."""
 
     def __init__(self) -> None:
         super().__init__(readable=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "":
-            self.fail("the path is empty. Was a variable of the shell not set?", param, ctx)
         if value == "-":
             self.fail(
                 "a checkpoint is read and written at many places of its files, so a pipe cannot be used. "
@@ -96,7 +103,7 @@ class CheckpointPath(click.Path):
         return super().convert(value, param, ctx)
 
 
-class FileToRead(click.Path):
+class FileToRead(NamedPath):
     """A file of this machine that a command reads; never one in a store."""
 
     def __init__(self, path_type: type | None = None) -> None:
@@ -110,7 +117,7 @@ class FileToRead(click.Path):
         return super().convert(value, param, ctx)
 
 
-class LocalTarget(click.Path):
+class LocalTarget(NamedPath):
     """A file or a folder of this machine into which a command writes; never one in a store."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

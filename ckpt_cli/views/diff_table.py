@@ -24,7 +24,15 @@ from ckpt_cli.views.diff import figures, note_differences
 from ckpt_cli.views.files import write_file
 from ckpt_cli.views.report import conclude, data, error_lines, say
 from ckpt_formats.core.checkpoint import Checkpoint, opened_path
-from ckpt_formats.core.errors import CkptError, OutputError
+from ckpt_formats.core.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    OutputError,
+    UnsafeError,
+    UnsupportedError,
+)
 from ckpt_formats.core.locking import check_folder_of
 from ckpt_formats.core.text import format_count, printable
 
@@ -32,6 +40,8 @@ _FIGURES = ("elements", "changed", "max", "rms", "relative", "cosine", "first_no
 _CSV_HEAD = ("checkpoint", "step")
 """How every such file begins. One that does may be replaced."""
 _STDOUT = "-"
+_OF_ONE = (CorruptError, IncompleteError, NotFoundError, UnsafeError, UnsupportedError)
+"""Errors that a single checkpoint may cause, and not what the user asks of all."""
 _SHOWN = {"changed": 0, "max": 1, "rms": 2, "relative": 3, "cosine": 4}
 """The place of a figure in those that `figures` returns, by the name that `--sort` has for it."""
 
@@ -73,11 +83,8 @@ def show(
         _check_place(Path(options.csv))
     choice = Selection(options.only, options.skip, extras=not options.tensors_only)
     baseline, *others = select_each(checkpoints, choice)
-    with progress_bar("comparing") as progress:
-        diffs = each_selected(baseline, others, options.states, options.tensors_only, resources, progress)
-    rows = [Compared(str(opened_path(one)), one.step, diff) for one, diff in zip(others, diffs, strict=True)]
-    for other, row in zip(others, rows, strict=True):
-        note_differences(baseline, other, row.diff, ("the first", row.path))
+    rows, damaged = _compared(baseline, others, options, resources, is_only_one=len(others) + len(unread) == 1)
+    unread = {**unread, **damaged}
     if options.csv is not None:
         _write_csv(_csv(rows, options.by), options.csv)
     if as_json:
@@ -93,6 +100,45 @@ def show(
     if unread:
         return exit_code(next(iter(unread.values())))
     return int(not all(row.diff.same for row in rows))
+
+
+def _compared(
+    baseline: Checkpoint,
+    others: Sequence[Checkpoint],
+    options: ReportOptions,
+    resources: Resources,
+    *,
+    is_only_one: bool,
+) -> tuple[list[Compared], dict[str, CkptError]]:
+    """A row for each checkpoint that can be read, and by path the errors of those that are incomplete or damaged.
+
+    Raises the first error if there are no others, or if there is no row.
+    """
+
+    def compared(some: Sequence[Checkpoint]) -> list[Compared]:
+        with progress_bar("comparing") as progress:
+            diffs = each_selected(baseline, some, options.states, options.tensors_only, resources, progress)
+        rows = [Compared(str(opened_path(one)), one.step, diff) for one, diff in zip(some, diffs, strict=True)]
+        for other, row in zip(some, rows, strict=True):
+            note_differences(baseline, other, row.diff, ("the first", row.path))
+        return rows
+
+    def compared_or_error(other: Checkpoint) -> Compared | CkptError:
+        try:
+            return compared([other])[0]
+        except CkptError as error:
+            return error
+
+    try:
+        return compared(others), {}
+    except _OF_ONE:
+        if is_only_one:
+            raise
+    each = [(other, compared_or_error(other)) for other in others]  # alone: an error does not say whose it is
+    errors = {str(opened_path(other)): one for other, one in each if isinstance(one, CkptError)}
+    if len(errors) == len(each):
+        raise next(iter(errors.values()))
+    return [one for _, one in each if isinstance(one, Compared)], errors
 
 
 def _show_rows(baseline: Checkpoint, rows: Sequence[Compared]) -> None:

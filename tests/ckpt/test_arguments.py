@@ -309,6 +309,9 @@ def test_path_may_be_a_text_or_any_path_object(form: Callable[[Path], Any], tmp_
             ckpt.InvalidArgumentError, match=r"rules must be a .*local path.*, not 's3://bucket/r.toml'"
         ):
             local(rules="s3://bucket/r.toml")
+    assert ckpt.HuggingFace(config=at("a:/b")).config == ckpt.HuggingFace(config=f"{tmp_path}/a://b").config
+    with pytest.raises(ckpt.InvalidArgumentError, match="config must be a local path or None, not ''"):
+        ckpt.HuggingFace(config="")
     for wrong in (5, b"bytes", None):
         for call in (ckpt.open, ckpt.clean, ckpt.Chain, ckpt.seal, partial(ckpt.save, run), partial(ckpt.copy, "a")):
             with pytest.raises(ckpt.InvalidArgumentError, match="must be a path"):

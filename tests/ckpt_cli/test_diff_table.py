@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,41 @@ def test_table_names_checkpoints_that_cannot_be_read_and_compares_the_others(run
         assert report["checkpoints"][0]["total"]["changed"] == alone["total"]["changed"]
     assert ckpt("diff", missing, first, last).code == ckpt("diff", first, missing, missing).code == 10
     assert "nothing at this path" in ckpt("diff", first, missing).err
+
+
+def test_table_names_checkpoints_whose_values_are_damaged_and_compares_the_others(run: Path, tmp_path: Path) -> None:
+    first, last = (run / f"step-{step}.ucp" for step in (1, 3))
+    damaged = tmp_path / "damaged.ucp"
+    weights = {f"layers.{layer}.w": np.random.default_rng(layer).random(1000, np.float32) for layer in range(2)}
+    library.save(library.from_state_dict(weights), tmp_path / "whole.ucp")
+    assert not ckpt("compress", tmp_path / "whole.ucp", damaged).code
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    damaged.write_bytes(data)
+    done = ckpt("diff", first, damaged, last)
+    assert (done.code, "different: 1 of 1" in done.out, f"NOT COMPARED: {damaged}" in done.err) == (20, True, True)
+    assert [one["path"] for one in table(first, damaged, last)["unread"]] == [str(damaged)]
+    for alone in ((first, damaged), (first, damaged, run / "step-9.ucp"), (damaged, first, last)):
+        done = ckpt("diff", *alone, "--table")
+        assert (done.code, "NOT COMPARED" in done.err, "checksum" in done.err) == (20, False, True)
+
+
+def test_table_compares_what_is_selected_of_an_incomplete_checkpoint(tmp_path: Path) -> None:
+    whole, cut = SAMPLES / "dcp-2.13-fsdp2-w2", tmp_path / "cut"
+    shutil.copytree(whole, cut)
+    data = (cut / "__1_0.distcp").read_bytes()
+    (cut / "__1_0.distcp").write_bytes(data[:-5000])
+    assert ckpt("diff", whole, cut, "--table", "--only", "drift", "--tensors-only").code == 0
+    assert ckpt("diff", whole, cut, whole, "--only", "drift", "--tensors-only").code == 0
+    assert ckpt("diff", whole, cut, whole).code == 20
+
+
+def test_table_names_checkpoints_that_cannot_have_the_names_of_others(run: Path) -> None:
+    model = SAMPLES / "transformers-5.23-trainer"
+    done = ckpt("diff", model, run / "step-1.ucp", model, "--names", "megatron")
+    assert (done.code, "the same: 1 checkpoint" in done.out) == (22, True)
+    assert f"NOT COMPARED: {run / 'step-1.ucp'}" in done.err
+    assert ckpt("diff", model, run / "step-1.ucp", "--names", "megatron").code == 22
 
 
 def test_the_baseline_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

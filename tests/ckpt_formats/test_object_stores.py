@@ -19,7 +19,8 @@ from safetensors.numpy import save_file
 import ckpt as library
 from ckpt_formats.core import prefetch
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError
-from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.core.rules import rules_of
+from ckpt_formats.core.store_path import StorePath, relative_path
 from ckpt_formats.stores import clients, object_store, read_ahead
 from ckpt_formats.stores.location import source_path
 from damage import SAMPLES, ckpt
@@ -167,6 +168,9 @@ def test_config_in_a_store_is_read_as_one_on_the_disk(user: StoreServer, tmp_pat
     with pytest.raises(library.InvalidArgumentError, match="config must be a local path or None"):
         library.HuggingFace(config=url)
     assert library.use_names(library.open(model), "hf", config=f"{url}/config.json").keys()
+    (tmp_path / "rules.toml").write_text("[[rule]]\nmatch = '.*'\nhow = 'replicated'\n")
+    rules = source_path(user.put("rules.toml", tmp_path / "rules.toml"))
+    assert rules_of(rules)[0].origin == f"s3://{BUCKET}/rules.toml, rule 1"
     missing = ckpt("convert", model, tmp_path / "none", "--to", "hf", "--config", f"{url}/none.json")
     assert (missing.code, f"{url}/none.json" in missing.err) == (10, True)
 
@@ -316,6 +320,9 @@ def test_store_path_derives_paths(user: StoreServer) -> None:
         assert str(other) == f"s3://{BUCKET}/samples/other"
         assert other == path.parent / "other" == other.resolve()
     assert str(path / "../../../..") == f"s3://{BUCKET}"
+    assert path / "a//b" == path / "a" / "b" == path / "a//.//b"
+    assert relative_path(path, root := StorePath(path.store)) == path.key
+    assert root / path.key / relative_path(root, path) == root
     assert pickle.loads(pickle.dumps(path)) == path
     assert path.is_dir()
     assert (path / "manifest.json").is_file()

@@ -130,6 +130,9 @@ ODD: dict[str, Odd] = {
     "rules in a store": Odd(
         "inspect a.pt --rules s3://bucket/r.toml", 22, ("--rules", "s3://bucket/r.toml", "Copy it")
     ),
+    "a configuration without a name": Odd("convert a.pt out --to hf --config=", 2, ("--config", "the path is empty")),
+    "rules without a name": Odd("inspect a.pt --rules=", 2, ("--rules", "the path is empty")),
+    "an order in a store with a place": Odd("inspect a.pt --param-order s3://b/x=o.txt", 22, ("s3://b/x=o.txt",)),
     "an order in a store": Odd("inspect a.pt --param-order x=s3://b/o.txt", 22, ("--param-order", "s3://b/o.txt")),
     "a followed chain in a store": Odd("follow run.chain s3://bucket/x", 22, ("TARGET", "s3://bucket/x", "local path")),
     # what is not there, or is no checkpoint

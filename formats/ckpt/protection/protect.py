@@ -26,7 +26,7 @@ from ckpt.pipeline.lease import hold
 from ckpt.pipeline.scratch import scratch_folder
 from ckpt.protection.domains import domains_of, groups_of, parts_of
 from ckpt_codecs.base import Array
-from ckpt_formats.core.arguments import Checked, Count, LocalPath, Range, StrPath, checked
+from ckpt_formats.core.arguments import Checked, Count, LocalPath, Range, StrPath, as_path, checked
 from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,
@@ -262,7 +262,7 @@ def protect(
         path,
         lose,
         by=by,
-        domains=None if domains is None else Path(domains),
+        domains=None if domains is None else as_path(domains),
         jump=jump,
         into=into,
         overwrite=overwrite,

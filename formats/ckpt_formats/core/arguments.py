@@ -9,6 +9,7 @@ as a path, a list as a tuple, an integer of NumPy as an integer. All else raises
 """
 
 import os
+import re
 import sys
 import types
 import typing
@@ -29,6 +30,8 @@ from ckpt_formats.core.short_repr import ShortRepr
 P = ParamSpec("P")
 R = TypeVar("R")
 
+URL_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
+"""How a URL begins. What else is given is a path in the file system."""
 _MAX_SHOWN = 60
 
 
@@ -292,7 +295,7 @@ def _path(value: Any) -> Path:
 def _local_path(value: Any) -> Path:
     """A path that was opened as it is, and what a text names in the file system."""
     path = _path(value)
-    if path is not value and "://" in os.fspath(value):
+    if path is not value and (not os.fspath(value) or URL_SCHEME.match(os.fspath(value))):
         raise Refused
     return path
 

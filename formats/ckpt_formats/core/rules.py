@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from ckpt_formats.core.arguments import Admits, StrPath
+from ckpt_formats.core.arguments import Admits, LocalPath, as_path
 from ckpt_formats.core.errors import CkptError, RulesError, UnsafeError
 from ckpt_formats.core.files import read_settings
 from ckpt_formats.core.formula import is_formula
@@ -63,9 +63,9 @@ def rule_set(name: str) -> tuple[Rule, ...]:
     return _read(_SETS / f"{name}.toml", f"set {name}")
 
 
-def rules_of(rules: StrPath | Sequence[Rule]) -> tuple[Rule, ...]:
+def rules_of(rules: LocalPath | Sequence[Rule]) -> tuple[Rule, ...]:
     """Rules as arguments of functions give them: a TOML file, the name of a shipped set, or the rules themselves."""
-    return read_rules(Path(rules)) if isinstance(rules, (str, os.PathLike)) else tuple(rules)
+    return read_rules(as_path(rules)) if isinstance(rules, (str, os.PathLike)) else tuple(rules)
 
 
 def read_rules(path: Path) -> tuple[Rule, ...]:

@@ -89,7 +89,8 @@ class Store(Protocol):
 class StorePath(PosixPath):
     """The path of an object, or of a folder of objects, in a store.
 
-    Its key has no part `.` or `..`: no folder in a store is a link, so each key that has some names a plain one.
+    Its key has no part that is `.`, `..` or empty: no folder in a store is a link, so each key that has some names a
+    plain one.
     """
 
     def __new__(cls, store: Store, key: str = "") -> "StorePath":
@@ -254,13 +255,14 @@ def is_same_path(path: Path, other: Path) -> bool:
 def relative_path(path: Path, folder: Path) -> str | None:
     """`path` as seen from a folder, both resolved; None unless both are in one file system, or in one bucket."""
     if is_remote(folder) and is_remote(path):
-        return posixpath.relpath(path.key, folder.key) if path.store.url == folder.store.url else None
+        return posixpath.relpath(f"/{path.key}", f"/{folder.key}") if path.store.url == folder.store.url else None
     return None if is_remote(folder) or is_remote(path) else os.path.relpath(path, folder)
 
 
 def _plain(key: str) -> str:
-    """A key without parts `.` and `..`, and without slashes at its ends."""
-    return posixpath.normpath(f"/{key}").strip("/") if "/." in f"/{key}" else key.strip("/")
+    """A key without parts that are `.`, `..` or empty."""
+    key = f"/{key}"
+    return (posixpath.normpath(key) if "/." in key or "//" in key else key).strip("/")
 
 
 def _pure(store: Store, key: str) -> str:

@@ -5,14 +5,13 @@ import re
 from pathlib import Path
 from typing import cast
 
-from ckpt_formats.core.arguments import StrPath
+from ckpt_formats.core.arguments import URL_SCHEME, StrPath
 from ckpt_formats.core.errors import InvalidArgumentError, NotFoundError, UnsupportedError
 from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.place import ObjectEntry, Place, ReadPlace
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import printable
 
-_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _CONTAINER_PARTS = {"s3": 1, "gs": 1, "az": 2}
 """How many parts of a URL name the bucket: `s3://bucket`, `gs://bucket`, `az://account/container`."""
 _WRITABLE = ("s3", "gs", "az")
@@ -35,7 +34,7 @@ _READ = (
 
 def is_url(text: str) -> bool:
     """Whether a text names a place that is not in the file system."""
-    return _SCHEME.match(text) is not None
+    return URL_SCHEME.match(text) is not None
 
 
 def source_path(place: StrPath, anonymous: bool = False) -> Path:
@@ -116,7 +115,7 @@ def _scheme(place: str) -> str | None:
     """The scheme of a URL, in lower case; None for a path."""
     if not place:
         raise InvalidArgumentError("the path is empty", hint="Name a file, a folder or a URL.")
-    scheme = _SCHEME.match(place)
+    scheme = URL_SCHEME.match(place)
     return None if scheme is None else scheme[1].lower()
 
 
@@ -238,7 +237,7 @@ def target_path(place: StrPath) -> Path:
     """The path of what is written: in the file system, or in a store. Raises as `source_path`."""
     if not isinstance(place, Path):
         place = os.fspath(place)
-    scheme = None if isinstance(place, Path) else _SCHEME.match(place)
+    scheme = None if isinstance(place, Path) else URL_SCHEME.match(place)
     if scheme is not None and scheme[1].lower() == "hf":
         raise UnsupportedError(
             "ckpt does not write to the Hugging Face Hub",

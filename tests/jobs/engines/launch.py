@@ -107,8 +107,7 @@ class _Forks:
             env={**os.environ, **ENVIRONMENT},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
+            bufsize=0,  # what is read ahead would not wake `select`
         )
         atexit.register(self._end, os.getpid())
 
@@ -117,7 +116,7 @@ class _Forks:
         questions, answers = self._process.stdin, self._process.stdout
         assert questions is not None
         assert answers is not None
-        questions.write(json.dumps(job) + "\n")
+        questions.write(f"{json.dumps(job)}\n".encode())
         pid = int(answers.readline())
         status = None
         try:
