@@ -3,6 +3,7 @@
 After a failed fsync, Linux calls the lost pages clean: the next fsync of the same file succeeds.
 """
 
+import ctypes
 import errno
 import os
 import shutil
@@ -247,3 +248,29 @@ def test_disk_begins_with_a_file_while_it_is_written_if_the_file_is_flushed_afte
     monkeypatch.setattr(publish, "_sync_file_range", lambda: None)  # on systems that lack the call
     write_sealed(tmp_path, "without", parts, is_flushed=True)
     assert (tmp_path / "without").read_bytes() == b"".join(parts)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EINVAL])
+def test_disk_that_refuses_the_beginning_of_a_file_fails_the_command_but_one_that_cannot_begin_early_does_not(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = list[int]()
+
+    def failing(file: int, start: int, nbytes: int, flags: int) -> int:
+        begun.append(start)
+        ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(publish, "_sync_file_range", lambda: failing)
+    monkeypatch.setattr(publish, "_EARLY_NBYTES", 1 << 20)
+    monkeypatch.chdir(tmp_path)
+    save_file({"a": np.arange(1 << 20, dtype=np.float32)}, "model.safetensors")
+    done = ckpt("convert", "model.safetensors", "out", "--to", "safetensors")
+    if number == errno.EINVAL:
+        assert done.code == 0, done.err
+        assert begun == [0], "it is not tried again"
+        assert (tmp_path / "out/model.safetensors").stat().st_size > 4 << 20
+    else:
+        assert done.code == (OUTPUT if number == errno.EIO else FULL)
+        assert ("the disk did not take" if number == errno.EIO else "no space left on the disk") in done.err
+        assert not (tmp_path / "out").exists()

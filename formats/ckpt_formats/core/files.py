@@ -360,11 +360,11 @@ def read_settings(path: Path, max_nbytes: int) -> bytes:
 def write_sealed(folder: Path, file: str, parts: Iterable[bytes | memoryview], is_flushed: bool = False) -> Seal:
     """Write a file front to back. Returns a seal of the whole file, with a path relative to `folder`.
 
-    `is_flushed`: whether it is flushed afterwards, so that the disk may begin with it.
+    `is_flushed`: whether it is flushed afterwards, so that the disk may begin with it. Raises `OSError`.
     """
     digest, nbytes = xxhash.xxh3_128(), 0
     with (folder / file).open("wb", buffering=0) as out:
-        early = EarlyFlush(out.fileno()) if is_flushed else None
+        early = EarlyFlush(folder / file, out.fileno()) if is_flushed else None
         for part in parts:
             digest.update(part)
             nbytes += len(part)

@@ -33,7 +33,7 @@ class PackFile:
         self.number = number
         self.header_nbytes = header_nbytes
         self._out = self._open(path)
-        self._early = EarlyFlush(self._out.fileno(), header_nbytes) if is_flushed else None
+        self._early = EarlyFlush(path, self._out.fileno(), header_nbytes) if is_flushed else None
         self._out.seek(header_nbytes)
         self.position = header_nbytes
         """Where the next bytes will be."""
