@@ -139,9 +139,9 @@ def show_plan(
         click.echo(f"{'':>10}  and {len(plan.files) - _MAX_ROWS} smaller files")
     total = sum(file.nbytes for file in source.files)
     count = 1 if plan.single_file else len(plan.files)
-    read = _in_words(reads) if reads else f"up to {format_nbytes(total)}"
-    conclude(
-        f"would read {read} and write about {format_nbytes(needed)} "
+    read = _in_words(reads) if reads is not None and reads.requests else f"up to {format_nbytes(total)}" * (total > 0)
+    conclude(  # what a replay of a log reads is not known before
+        f"would {f'read {read} and ' if read else ''}write about {format_nbytes(needed)} "
         f"in {file_count(count)} to {printable(str(target))}; nothing was written"
     )
 
