@@ -76,6 +76,7 @@ def size_weights(member: int) -> tuple[int, ...]:
     return SIZE_WEIGHTS[member]
 
 
+@cache
 def cost(weight: int) -> int:
     scaled, parts = weight << 20, 0
     while scaled < SUM << 20:
