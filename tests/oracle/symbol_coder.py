@@ -1,5 +1,6 @@
 """The coder of symbols: the same bytes as symbol_coder.c, decision by decision, as docs/lossy-codecs.md says it."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 
 import numpy as np
@@ -25,7 +26,7 @@ STEPS = (40, 64, 104, 160, 256, 408, 648, 1024, 1624, 2584, 4096, 6504, 10320, 1
 
 def context_of(total: int) -> int:
     """The context of the sum of two averages, rounded down to a multiple of 8."""
-    return sum(step <= total // 8 * 8 for step in STEPS)
+    return bisect_right(STEPS, total // 8 * 8)
 
 
 class _Model:
