@@ -1,5 +1,6 @@
 """Pieces are fetched once, before they are needed where reads go on, and again after an error."""
 
+from concurrent.futures import wait
 from itertools import pairwise
 
 import pytest
@@ -18,10 +19,11 @@ class Source:
     def __init__(self) -> None:
         self.fetched: list[int] = []
         self.fails = False
+        self.missing = range(0)
 
     def __call__(self, name: str, number: int) -> memoryview:
         self.fetched.append(number)
-        if self.fails:
+        if self.fails or number in self.missing:
             raise IncompleteError("gone")
         return memoryview(bytes([number]) * (STARTS[number + 1] - STARTS[number]))
 
@@ -82,3 +84,16 @@ def test_a_piece_that_failed_is_asked_for_again_and_shared_by_those_that_wait() 
     assert piece is other
     assert bytes(ahead.result("a", 3, piece)) == bytes([3]) * 120
     assert source.fetched == [3, 3]
+
+
+def test_a_piece_that_failed_ahead_of_its_read_is_asked_for_again_by_the_read() -> None:
+    source = Source()
+    ahead = PieceAhead(source)
+    source.missing = range(2, 4)
+    read(ahead, 0)
+    read(ahead, 1)
+    wait([piece for piece, _ in ahead._pieces.values()])
+    source.missing = range(0)
+    assert read(ahead, 2, 3) == [bytes([2]) * 50, bytes([3]) * 120]
+    assert [source.fetched.count(number) for number in range(4)] == [1, 1, 2, 2]
+    assert ahead._nbytes == sum(nbytes for _, nbytes in ahead._pieces.values())

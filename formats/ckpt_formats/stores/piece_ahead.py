@@ -92,7 +92,9 @@ class PieceAhead:
 
     def _piece(self, name: str, number: int, starts: list[int]) -> "Future[memoryview]":
         cached = self._pieces.get((name, number))
-        if cached is not None:
+        if cached is not None and cached[0].done() and cached[0].exception() is not None:
+            self._nbytes -= self._pieces.pop((name, number))[1]  # when it was fetched ahead; now it may be there
+        elif cached is not None:
             self._pieces.move_to_end((name, number))
             return cached[0]
         nbytes = starts[number + 1] - starts[number]
