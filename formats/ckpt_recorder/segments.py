@@ -116,7 +116,7 @@ def _close_last_segment(run: Path, chain: ChainIndex, first: int, replaces: bool
         if not (run / segments[-1].folder).exists():  # somebody removed it while it was recorded
             return _close_last_segment(run, replace(chain, segments=segments[:-1]), first)
         try:
-            end = states.open_steps(run, segments[-1]).last
+            end = states.open_steps(run, segments[-1]).last_recorded  # damaged steps stay: the list names them
         except IncompleteError:
             end = segments[-1].first  # a rank has written nothing
         if replaces and segments[-1].first < end == first:

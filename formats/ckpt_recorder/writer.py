@@ -232,6 +232,8 @@ class LogWriter(OrderWriter):
             self._file.append(kind, order.step, *self._values.record(order, data))
         elif isinstance(order, WriteRecord):
             kind = Kind(order.kind)
+            if kind is Kind.END:
+                self._flush()  # what is before an end was on the disk: readers take it for damaged, and not for torn
             _append(self._file, self._encoder, order)
         else:
             return

@@ -268,9 +268,10 @@ def test_log_refuses_notes_whose_groups_are_no_list(small: Log, tmp_path: Path) 
     entry = next(one for one in log.ranks[0] if one.kind is Kind.NOTES)
     entry.meta = entry.meta | {"groups": 7}
     log.write(tmp_path / "run")
-    done = ckpt("restore", tmp_path / "run", tmp_path / "out")
-    assert done.code == BROKEN, done
-    assert "its notes are damaged" in done.err
+    for command in (("restore", tmp_path / "run", tmp_path / "out"), ("verify", tmp_path / "run")):
+        done = ckpt(*command)
+        assert done.code == BROKEN, done
+        assert "its notes are damaged" in done.out + done.err
 
 
 def test_a_note_takes_the_place_of_an_extra_with_its_tensors(small: Log, written: Path) -> None:

@@ -16,11 +16,12 @@ import torch
 from ckpt.chains.change import change
 from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import MODEL
+from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import chain_file, states
-from ckpt_formats.universal.gradients.record import HEAD
+from ckpt_formats.universal.gradients.record import HEAD, Kind
 from ckpt_formats.universal.gradients.segment import open_segment, rank_file
 from ckpt_recorder import Recorder
 from ckpt_training import load
@@ -337,6 +338,65 @@ def test_a_damaged_record_before_the_end_of_a_log_is_no_end_of_a_killed_run(run:
     assert (last.code, "step 4 is the last one that is complete" in last.err) == (0, True)
     assert open_checkpoint(tmp_path / "last").origin.step == 4
     path.write_bytes(whole[: head + 9] + bytes(len(whole) - head))  # as a machine may leave it that lost its power
+    assert ckpt("verify", run).code == 0
+
+
+def flip(path: Path, byte: int) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:byte] + bytes([content[byte] ^ 1]) + content[byte + 1 :])
+
+
+@pytest.mark.slow
+def test_damaged_notes_of_the_last_step_are_not_left_out_silently(run: Path, tmp_path: Path) -> None:
+    (logged,) = chain_file.load(run / chain_file.NAME).segments
+    path = run / logged.folder / rank_file(0)
+    whole, segment = path.read_bytes(), open_segment(run / logged.folder)
+    notes = [record for record in segment.records(0, Kind.NOTES) if record.step == STEPS][-1]
+    for byte in (notes.begin - HEAD.size + 9, notes.begin + 1):
+        flip(path, byte)
+        for command in ("verify", "restore", "copy", "latest"):
+            done = ckpt(command, run, *([tmp_path / "out"] if command in ("restore", "copy") else []))
+            assert (done.code, f"step {STEPS} cannot be restored" in done.out + done.err) == (20, True), command
+        assert ckpt("restore", run, tmp_path / "out", "--step", STEPS).code == 20
+        path.write_bytes(whole)
+    # No state needs a fingerprint, but the log is damaged.
+    flip(path, next(one.begin for one in segment.records(0, Kind.FINGERPRINT) if one.step == STEPS) + 1)
+    assert [ckpt(command, run).code for command in ("verify", "latest")] == [20, 0]
+    assert ckpt("copy", run, tmp_path / "out").code == 20
+    # The steps after a damaged one are lost, but not if the chain has a later state.
+    path.write_bytes(whole)
+    flip(path, notes.begin + 1)
+    chain = chain_file.load(run / chain_file.NAME)
+    path.write_bytes(whole)
+    assert ckpt("restore", run, tmp_path / "last").code == 0
+    assert ckpt("append", run, tmp_path / "last", "--step", STEPS).code == 0
+    flip(path, notes.begin + 1)
+    assert states.last_step(run, chain_file.load(run / chain_file.NAME)) == STEPS
+    with pytest.raises(CkptError, match=f"step {STEPS} cannot be restored"):
+        states.last_step(run, chain)
+
+
+@pytest.mark.slow
+def test_a_recorder_does_not_cut_off_damaged_steps(run: Path) -> None:
+    (logged,) = chain_file.load(run / chain_file.NAME).segments
+    path = run / logged.folder / rank_file(0)
+    flip(path, open_segment(run / logged.folder).updates[0][8][0].record.begin + 1)  # of step 9
+    damaged, net = path.read_bytes(), Net()
+    optimizer = optimizer_of(net)
+    with pytest.raises(CkptError, match=f"has steps up to {STEPS}, and the run is at step 8"):
+        Recorder(net, optimizer, run, step=8)
+    assert chain_file.load(run / chain_file.NAME).segments == (logged,)
+    with Recorder(net, optimizer, run, step=STEPS):
+        train(net, optimizer)
+    segments = chain_file.load(run / chain_file.NAME).segments
+    assert [one.step for one in segments] == [STEPS, None]
+    verified = ckpt("verify", run)
+    assert (verified.code, f"steps 9 to {STEPS} cannot be restored" in verified.out) == (20, True)
+    assert ckpt("compact", run, "--keep", "all").code == 0
+    assert path.read_bytes() == damaged  # parity may repair it
+    assert ckpt("compact", run, "--upto", 8).code == 0
+    with Recorder(net, optimizer, run, step=8):
+        train(net, optimizer)
     assert ckpt("verify", run).code == 0
 
 

@@ -158,9 +158,11 @@ def _drop_later_records(place: ChainChange, chain: ChainIndex) -> None:
 
 
 def later_records(run: Path, logged: LoggedSteps) -> Iterator[tuple[Path, int]]:
-    """The files of a segment with records after its end, each with the bytes that count: `compact` truncates them."""
-    if logged.step is not None:
-        segment = open_steps(run, logged)
+    """The files of a segment with records after its end, each with the bytes that count: `compact` truncates them.
+
+    None if records before its end are damaged: parity may repair them, and what follows them counts then.
+    """
+    if logged.step is not None and (segment := open_steps(run, logged)).damage is None:
         for rank, log in enumerate(segment.logs):
             nbytes = segment.nbytes_upto(rank, logged.step)
             if nbytes < log.path.stat().st_size:

@@ -53,6 +53,7 @@ def courses(run: Path, chain: ChainIndex, members: OpenedMembers) -> Iterator[Se
         if logged.parent is not None:
             base = Base(logged.first, members.open(member_at(run, chain, logged.first)))
         start = replay_to(segment, segment.first, base).start
+        checkpoint_at(segment, segment.last, base)  # raises if its notes, values or generators give no state
         yield SegmentCourse(segment, start, tuple(stop for _, stop in sorted(stops.items())))
 
 

@@ -41,6 +41,8 @@ def _open(run: Path, logged: LoggedSteps, check: bool) -> SegmentView:
     try:
         segment = open_steps(run, logged, 0 if check else None)
         segment.last  # noqa: B018  # reads the header of each record
+        if check:
+            segment.group_options(segment.last)  # raises if notes have others than there are groups
     except CkptError as error:
         return SegmentView(logged, None, error)
     return SegmentView(logged, segment)

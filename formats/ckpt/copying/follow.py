@@ -177,7 +177,9 @@ class _ChainCopy:
     def _put_segment(self, run: Path, logged: LoggedSteps, there: dict[str, ObjectEntry]) -> int | None:
         """Put what is new of a segment of the log. Returns its last step; None if a rank has written nothing yet."""
         parts = parts_of({each: one.nbytes for each, one in there.items() if each.startswith(f"{logged.folder}/")})
-        segment = open_steps(run, logged, check_from=min((begins[-1] for begins in parts.values()), default=0))
+        # Of a rank of which nothing was put yet, all is compared.
+        files = [path.relative_to(run).as_posix() for _, path in below(run / logged.folder) if path.suffix == ".ckg"]
+        segment = open_steps(run, logged, check_from=min((parts.get(name, [0])[-1] for name in files), default=0))
         if damage := segment.damage:
             raise damage
         ends = {segment.path(rank): log.end for rank, log in enumerate(segment.logs)}

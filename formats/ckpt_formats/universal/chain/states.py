@@ -18,16 +18,16 @@ from ckpt_formats.universal.published.steps import find_step, published_steps, r
 def last_step(run: Path, chain: ChainIndex) -> int:
     """The last step that can be restored, also while the run continues.
 
-    Raises as `open_segment`, and `CorruptError` if the log has damaged records before later ones.
+    Raises as `open_segment`, and `CorruptError` if there was a later one, whose records are damaged.
     """
     if chain.is_published:
         return _head(run).record.name.step
     steps = [member.step for member in chain.members[-1:]]
     if chain.segments:
         segment = open_steps(run, chain.segments[-1])
-        if damage := segment.damage:
-            raise damage
         steps.append(segment.last)
+        if segment.last_recorded > max(steps) and (damage := segment.damage):
+            raise damage
     return max(steps)
 
 

@@ -185,6 +185,16 @@ def _hash(data: Bytes) -> int:
 
 
 @dataclass(frozen=True)
+class DamagedSteps:
+    """Steps that need damaged records. If `first` > `last`, no complete step needs any of them."""
+
+    first: int
+    """The first step that may need one."""
+    last: int
+    """The last step that was complete."""
+
+
+@dataclass(frozen=True)
 class RankLog:
     """The complete records of a rank's file."""
 
@@ -196,9 +206,9 @@ class RankLog:
     """The hash of the last complete head, which the next record must name."""
     torn: str | None
     """Why the bytes after `end` are not a complete record; None if there are none."""
-    later_step: int | None = None
-    """The step of the last complete record after those bytes, if they were flushed to the disk, or the run closed its
-    log after them: they are damaged. None: a killed writer may have left them."""
+    damaged: DamagedSteps | None = None
+    """What needs those bytes, if later records prove that they were flushed to the disk, or that the run closed its log
+    after them: they are damaged. None: a killed writer may have left them."""
 
 
 def scan(path: Path, head: FileHead, check_from: int | None = None) -> RankLog:
@@ -252,12 +262,13 @@ def _scan(path: Path, file: OpenFile, head: FileHead, check_from: int | None) ->
     records: list[LogRecord] = []
     unflushed: list[_ScannedRecord] = []
     torn, end, previous, flushed, limit = None, FILE_HEAD.size, first, 0, 1024
-    later_step, known = None, dict[str, Any]()
+    damaged: DamagedSteps | None = None
+    known = dict[str, Any]()
     while end < nbytes:
         try:
             one = _next(file, end, nbytes, previous, known)
         except _TornRecord as reason:
-            torn, later_step = str(reason), _later_step(file, end, nbytes)
+            torn, damaged = str(reason), _damaged_steps(file, end, nbytes, head.first, records, previous)
             break
         records.append(one.record)
         end, previous = one.body + one.body_nbytes, one.own_hash
@@ -270,15 +281,50 @@ def _scan(path: Path, file: OpenFile, head: FileHead, check_from: int | None) ->
         is_read = one.begin >= flushed or (check_from is not None and one.begin >= check_from)
         if is_read and _body_hash(file, one.body, one.body_nbytes) != one.body_hash:
             torn, end, previous = f"the values of step {one.record.step} do not fit their hash", one.begin, one.before
-            if later_step is not None or flushed > end or records[-1].kind is Kind.END:
-                later_step = max(later_step or 0, records[-1].step)
+            if damaged is not None or flushed > end or records[-1].kind is Kind.END:
+                ends = (
+                    0 if damaged is None else damaged.last,
+                    *map(_complete_at, records[records.index(one.record) :]),
+                )
+                damaged = DamagedSteps(_first_in_need(one.record.kind, one.record.step), max(ends))
             del records[records.index(one.record) :]
             break
-    return RankLog(path, tuple(records), end, previous, torn, later_step)
+    return RankLog(path, tuple(records), end, previous, torn, damaged)
 
 
-def _later_step(file: OpenFile, end: int, nbytes: int) -> int | None:
-    """The step of the last complete record after `end`, where none begins, if what is between was on the disk."""
+def _damaged_steps(
+    file: OpenFile, end: int, nbytes: int, first: int, records: Sequence[LogRecord], previous: int
+) -> DamagedSteps | None:
+    """The steps that need what is after `end`, where no record begins, if it was on the disk.
+
+    `first`: the step where the file begins. `records`: those before, the last of which has the hash `previous`.
+    The step of a record is that of its head, if that is whole. Else it may be the one whose gradients came last, unless
+    something of a later step came already.
+    """
+    last = _last_step_after(file, end, nbytes)
+    if last is None:
+        return None
+    raw = file.read(end, HEAD.size)
+    if len(raw) == HEAD.size and HEAD.unpack(raw)[-2:] == (previous, _hash(raw[:56])):
+        return DamagedSteps(_first_in_need(HEAD.unpack(raw)[1], HEAD.unpack(raw)[3]), last)
+    done = max((record.step for record in records if record.kind is Kind.GRADIENTS), default=first)
+    return DamagedSteps(done + any(record.step > done for record in records), last)
+
+
+def _first_in_need(kind: int, step: int) -> int:
+    """The first step whose state needs a record."""
+    return step + 1 if kind in (Kind.FINGERPRINT, Kind.END) else step
+
+
+def _complete_at(record: LogRecord) -> int:
+    """The last step that was complete, as far as a record shows: buffers, generators and doubts come before a step."""
+    after = (Kind.GRADIENTS, Kind.FINGERPRINT, Kind.END)
+    is_after = record.kind in after or (record.kind is Kind.NOTES and "doubt" not in record.meta)
+    return record.step if is_after else max(record.step - 1, 0)
+
+
+def _last_step_after(file: OpenFile, end: int, nbytes: int) -> int | None:
+    """The last step that records after `end` show, where none begins; None if what is between may have been torn."""
     at, step, was_flushed = end + ALIGNMENT, None, False
     to_read = 2 * nbytes + MAX_LIST  # heads that all state the same long text would be read for ever
     while at < nbytes and to_read > 0:
@@ -292,7 +338,7 @@ def _later_step(file: OpenFile, end: int, nbytes: int) -> int | None:
             with suppress(_TornRecord):
                 to_read -= _text_nbytes(file, place)
                 one = _next(file, place, nbytes, None, {})
-                step = max(step or 0, one.record.step)
+                step = max(step or 0, _complete_at(one.record))
                 was_flushed |= one.record.flushed > end or one.record.kind is Kind.END
                 following = one.body + one.body_nbytes
                 break

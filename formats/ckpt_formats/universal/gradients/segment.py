@@ -87,9 +87,20 @@ class Segment:
 
     @cached_property
     def last(self) -> int:
-        """The last step that is complete in all ranks."""
+        """The last step that is complete in all ranks, and needs no damaged record."""
         last = self.first + min(len(steps) for steps in self.updates)
+        last = min([last, *(max(log.damaged.first - 1, self.first) for log in self.logs if log.damaged is not None)])
         return last if self.limit is None else min(last, self.limit)
+
+    @cached_property
+    def last_recorded(self) -> int:
+        """The last step that was complete in all ranks, as the chain states or later records prove."""
+        if self.limit is not None:
+            return self.limit
+        complete = (self.first + len(steps) for steps in self.updates)
+        return min(
+            max(step, log.damaged.last if log.damaged else 0) for step, log in zip(complete, self.logs, strict=True)
+        )
 
     @property
     def torn(self) -> dict[Path, str]:
@@ -98,16 +109,22 @@ class Segment:
 
     @property
     def damage(self) -> CorruptError | None:
-        """The error for lost steps, which the chain states or later records prove; None if none are lost."""
-        end = max((log.later_step or 0 for log in self.logs), default=0) if self.limit is None else self.limit
-        if end <= self.last:
+        """The error for damaged records, which the chain states or later records prove; None if there are none."""
+        damaged = {
+            log.path: log.torn
+            for log in self.logs
+            if log.damaged is not None and (self.limit is None or log.damaged.first <= self.limit)
+        }
+        path, reason = next(iter({**damaged, **self.torn}.items()), (self.folder, "a file is shorter"))
+        if self.last_recorded > self.last:
+            first, last = self.last + 1, self.last_recorded
+            steps = f"step {last}" if first == last else f"steps {first} to {last}"
+            what = f"{steps} cannot be restored: {path.name}: {reason}"
+        elif damaged:
+            what = f"{path.name} is damaged after step {self.last}: {reason}"
+        else:
             return None
-        path, reason = next(iter(self.torn.items()), (self.folder, "a file is shorter"))
-        return CorruptError(
-            f"steps {self.last + 1} to {end} cannot be restored: {path.name}: {reason}",
-            where=path,
-            hint=f"Steps up to {self.last} do not need it: `--step {self.last}`.",
-        )
+        return CorruptError(what, where=path, hint=f"Steps up to {self.last} do not need it: `--step {self.last}`.")
 
     @cached_property
     def has_ended(self) -> bool:
