@@ -39,7 +39,8 @@ class SpareWorkers:
 
         def computed() -> Iterator[T]:
             while True:
-                item = coming.pop().result() if coming else next(rest, _END)
+                item = coming[0].result() if coming else next(rest, _END)
+                coming.clear()
                 if item is _END:
                     return
                 if is_worth(item) and self._working.acquire(blocking=False):
