@@ -219,12 +219,11 @@ class Survey(Stopwatch):
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        if is_slow(item):
-            return True
         test = item.nodeid.partition("[")[0]
-        if self._slow_cases[test] >= _ENOUGH:
-            self.seconds[item.nodeid] = LIMIT * 1.01
-            item.session._setupstate.teardown_exact(nextitem)
+        if is_slow(item) or self._slow_cases[test] >= _ENOUGH:
+            if not is_slow(item):
+                self.seconds[item.nodeid] = LIMIT * 1.01
+            item.session._setupstate.teardown_exact(nextitem)  # of the test before, which knew that this one follows
             return True
         return super().pytest_runtest_protocol(item, nextitem)
 
