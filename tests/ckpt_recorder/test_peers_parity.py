@@ -457,7 +457,7 @@ def test_a_base_that_comes_after_records_of_steps_is_part_of_what_a_replay_begin
 
 
 NAME = ParityName("run", "g", 0, 1, 0, 1, 2, 2)
-PLACE = ParityPlace(NAME, 0, 7, 0)
+PLACE = ParityPlace(NAME, 0, 7, 0, 0)
 CONTENT = bytearray(b"12345678")
 PIECE = SentPiece(PieceName("run", "g", "a/b.ckg", 0), piece_requests.digest_of(CONTENT), 1, True, False, 1, 50)
 
@@ -477,7 +477,10 @@ def test_a_holder_adds_each_piece_once_and_refuses_others_in_its_place() -> None
         with pytest.raises(CorruptError, match=message):
             pieces.add(place, piece, content)
     with pytest.raises(NoSpaceError):
-        pieces.add(replace(PLACE, at=10 << 20), PIECE, bytearray(4 << 20))
+        pieces.add(replace(PLACE, at=10 << 20, after=8), PIECE, bytearray(4 << 20))
+    for content in (CONTENT, bytearray()):  # the piece before it, or a mark's, was freed
+        with pytest.raises(IncompleteError, match="piece before it"):
+            pieces.add(replace(PLACE, at=16, after=16), PIECE, content)
     assert pieces.nbytes == nbytes
     factor = parity_matrix(2, 2)[1, :1][None]
     expected = multiply(factor, np.frombuffer(CONTENT, np.uint8)[None])[0].tobytes()
@@ -499,7 +502,7 @@ def test_scrubbing_names_a_flipped_bit_of_a_piece_and_of_a_parity_also_after_mor
         sent = replace(PIECE, name=replace(PIECE.name, offset=at), digest=piece_requests.digest_of(content))
         pieces.store(sent, content)
         for column in (0, 1):
-            pieces.add(replace(PLACE, column=column, rank=7 + column, at=at), sent, content)
+            pieces.add(replace(PLACE, column=column, rank=7 + column, at=at, after=at), sent, content)
         at += nbytes
         assert not any(pieces.scrub()), number
     (buffer,) = pieces._parities["run"]["g"].values()
@@ -508,7 +511,7 @@ def test_scrubbing_names_a_flipped_bit_of_a_piece_and_of_a_parity_also_after_mor
         buffer._blocks[block][place] ^= 1
         content = bytearray(draw.bytes(9000))
         sent = replace(PIECE, name=replace(PIECE.name, offset=at), digest=piece_requests.digest_of(content))
-        pieces.add(replace(PLACE, at=at), sent, content)
+        pieces.add(replace(PLACE, at=at, after=at), sent, content)
         assert [one for one in pieces.scrub() if one] == [DamagedPart("run", NAME.text, block << 20)]
         buffer._blocks[block][place] ^= 1
         at += 9000
@@ -533,6 +536,7 @@ HOSTILE = {
     "a rank that is no number": {"rank": "0"},
     "a place below 0": {"at": -1},
     "a place beyond any": {"at": 1 << 60},
+    "no place of the piece before": {"after": None},
     "a row beyond the spares": {"row": 2},
     "a set of one": {"data": 1},
     "more blocks than a code has": {"data": 250, "spares": 6},

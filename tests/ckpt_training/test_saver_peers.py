@@ -166,7 +166,7 @@ def leave(pieces: HeldPieces, created: int, parity: ParityName | None) -> None:
     if parity is None:
         pieces.store(sent, content)
     else:
-        pieces.add(ParityPlace(replace(parity, generation="killed-15"), 0, 0, 0), sent, content)
+        pieces.add(ParityPlace(replace(parity, generation="killed-15"), 0, 0, 0, 0), sent, content)
 
 
 @pytest.mark.slow

@@ -70,6 +70,8 @@ class GenerationWatch:
     def look(self) -> None:
         """Note whether a replay can begin with what is held: each rank's start, by all holders of it that answer."""
         answers = self._listed(with_pieces=False)
+        if self._closed.is_set():
+            return  # those that were not asked any more would seem to be lost
         ranks = range(self._generation.world)
         self.is_whole = all(self._is_start_held(rank, answers) for rank in ranks) and self._are_starts_added(
             self._generation.name, answers
@@ -142,6 +144,8 @@ class GenerationWatch:
             return
         if self._peers.sets:  # what is lost is in the lists of pieces alone
             answers = self._listed(with_pieces=True)
+            if self._closed.is_set():
+                return
         older = [self._opened(name, answers) for name in self._older_names(answers)]
         whole = [one for one in older if one.store.is_whole]
         parts = [one for one in older if one not in whole]
@@ -149,8 +153,8 @@ class GenerationWatch:
         if whole:
             last = max(whole, key=lambda one: one.created)
             before = last.created if self._has_all(last, answers) else 0
-        elif len(answers) < len(self._peers.addresses):  # holders that do not answer may have the rest of the newest
-            parts.remove(max(parts, key=lambda one: one.created))
+        elif parts and len(answers) < len(self._peers.addresses):  # those that do not answer may have the rest of one
+            parts.remove(min(parts, key=lambda one: (one.store.missing, -one.created)))
         names = {one.name for one in parts}
         freed = names | {one.name for one in older if one.created < before}
         for address, answer in answers.items():

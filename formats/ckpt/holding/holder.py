@@ -113,8 +113,8 @@ class HeldPieces:
     def add(self, place: ParityPlace, piece: SentPiece, content: bytearray) -> int:
         """Add a piece to a parity, or mark its column. Returns the bytes that are held.
 
-        A piece that was added already changes nothing. Raises `CorruptError` if another one is in its place, and
-        `NoSpaceError` and `UnsupportedError` as `store`.
+        A piece that was added already changes nothing. Raises `CorruptError` if another one is in its place,
+        `IncompleteError` if the one before it is missing, and `NoSpaceError` and `UnsupportedError` as `store`.
         """
         name = place.parity
         with self._lock:

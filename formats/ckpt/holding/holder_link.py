@@ -79,6 +79,8 @@ class HolderLink:
         self.counts: dict[str, tuple[int, int]] = {}
         self.added: dict[ColumnStream, int] = {}
         self.marked: set[ColumnStream] = set()
+        self._ends: dict[ColumnStream, int] = {}
+        """Where the last piece of each stream ends that the holder has added."""
         self._gapped: set[ColumnStream] = set()
         """The streams of which it has a gap: it has not all from which a replay begins."""
         self._has_base = True
@@ -120,6 +122,7 @@ class HolderLink:
         """Ask what the holder has. Raises `CorruptError` if that is something else."""
         self.counts = self._counted(piece_requests.list_run(connection, self._run))
         self.added = dict.fromkeys((stream for stream, _ in self.part.rows), 0)
+        self._ends = dict(self.added)
         self.marked, self._gapped, self._has_base = set(), set(), True
         if self.part.rows:
             self._compare_added(parity_requests.list_parities(connection, self._run))
@@ -147,6 +150,7 @@ class HolderLink:
                 continue
             with self._queue.cutting:
                 self.added[stream], has_gap = stream.added(column)
+            self._ends[stream] = column.end
             if has_gap:
                 self._gapped.add(stream)
             if column.is_marked:
@@ -185,15 +189,17 @@ class HolderLink:
         return True
 
     def _is_there(self, connection: Connection) -> bool:
-        """Whether a holder still has something of what it had."""
+        """Whether a holder still has something of each file and stream of which it had something."""
         if self.counts:
             run = piece_requests.list_run(connection, self._run, with_pieces=False)
-            if self._generation not in run:
+            if not self.counts.keys() <= run.get(self._generation, {}).keys():
                 return False
-        if not any(self.added.values()):
+        rows = [(stream, row) for stream, row in self.part.rows if self._ends[stream]]
+        if not rows:
             return True
         parities = parity_requests.list_parities(connection, self._run, with_pieces=False)
-        return any(one.name.generation == self._generation for one in parities)
+        known = {one.name: one.columns for one in parities}
+        return all(stream.column in known.get(self._queue.streams.parity_of(stream, row), {}) for stream, row in rows)
 
     def _next_piece(self, name: str, file: SentFile) -> tuple[SentPiece, bytes] | None:
         """The next piece that a holder does not have, and its bytes; None also if the chain has it no longer."""
@@ -236,8 +242,7 @@ class HolderLink:
         for stream, row in self.part.rows:
             is_new = stream not in self.marked and stream not in self._gapped
             if starts is not None and is_new and self.added[stream] >= starts[stream]:
-                place = ParityPlace(queue.streams.parity_of(stream, row), stream.column, queue.rank, 0)
-                parity_requests.add(connection, place, queue.mark(), b"")
+                parity_requests.add(connection, self._place(stream, row, 0), queue.mark(), b"")
                 self.marked.add(stream)
         return True
 
@@ -249,10 +254,14 @@ class HolderLink:
             if not self._queue.is_compacted(one.name, one.file):
                 raise
             return False
-        place = ParityPlace(self._queue.streams.parity_of(stream, row), stream.column, self._queue.rank, one.at)
-        parity_requests.add(connection, place, piece, content)
+        parity_requests.add(connection, self._place(stream, row, one.at), piece, content)
+        self._ends[stream] = one.at + len(content)
         self.sent += len(content)
         return True
+
+    def _place(self, stream: ColumnStream, row: int, at: int) -> ParityPlace:
+        parity = self._queue.streams.parity_of(stream, row)
+        return ParityPlace(parity, stream.column, self._queue.rank, at, self._ends[stream])
 
     def _is_own(self, one: Contribution) -> bool:
         """Whether the rank's own holder has a piece, or does not answer, or nobody can read the piece any more."""

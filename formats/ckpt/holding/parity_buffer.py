@@ -11,7 +11,7 @@ import numpy as np
 from ckpt.holding.block_check import BLOCK_NBYTES, CHECK_NBYTES, add_to_check, is_as_added
 from ckpt_codecs.base import Array
 from ckpt_codecs.native.parity import add_products
-from ckpt_formats.core.errors import CorruptError
+from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.parity.code import parity_matrix
 from ckpt_formats.stores.parity_requests import ColumnPiece, HeldColumn, HeldParity, ParityName, ParityPlace
 from ckpt_formats.stores.piece_requests import SentPiece
@@ -64,16 +64,17 @@ class ParityBuffer:
     def is_new(self, place: ParityPlace, piece: SentPiece, nbytes: int) -> bool:
         """Whether the piece is to be added; False if it was. Changes nothing.
 
-        Raises `CorruptError` if another scheme, rank or piece is in its place.
+        Raises `CorruptError` if another scheme, rank or piece is in its place, and `IncompleteError` if the piece
+        that was sent before it is not there.
         """
         if place.parity != self.name:
             raise CorruptError("the set has another scheme", where=piece.name.file)
-        column = self._columns.get(place.column)
-        if column is None:
-            return True
+        column = self._columns.get(place.column) or _Column(place.rank, piece.world, piece.created)
         if column.rank != place.rank:
             raise CorruptError(f"the column is rank {column.rank}'s, not rank {place.rank}'s", where=piece.name.file)
         if not nbytes or place.at >= column.end:
+            if column.end != place.after:
+                raise IncompleteError("the parity does not have the piece before it", where=piece.name.file)
             return True
         number = bisect_left(column.places, place.at)
         if number == len(column.places) or not _is_same(column.pieces[number], _listed(place, piece, nbytes)):

@@ -12,7 +12,8 @@ one sender.
 
 1. A holder adds a piece to a parity exactly once, and lists it: the file, its place there and in the stream, its size
    and its hash. The places of a column only grow. A piece that is sent again at a place that is listed changes
-   nothing if it is the same one, and is refused if it is another one.
+   nothing if it is the same one, and is refused if it is another one. A new piece, or a mark, is refused if the
+   holder does not have the piece that was sent before: it was freed, and the sender begins anew.
 2. So a parity is at any time the sum of exactly those pieces that its holder lists. Streams of different columns, and
    the same stream at different holders, may be known to different ends: a sum has a factor of 0 where a piece is not
    listed.
@@ -101,11 +102,15 @@ class ParityPlace:
     rank: int
     at: int
     """Where the piece begins in the stream of its column."""
+    after: int
+    """Where the last piece ends that was sent before: the holder may have freed it since."""
 
     def __post_init__(self) -> None:
-        if not all(type(one) is int for one in (self.column, self.rank, self.at)):
+        numbers = (self.column, self.rank, self.at, self.after)
+        if not all(type(one) is int for one in numbers):
             raise CorruptError("a place in a parity without its numbers")
-        if not (0 <= self.column < self.parity.data and 0 <= self.rank < _NUMBERS_BELOW and 0 <= self.at <= MAX_NBYTES):
+        is_place = all(0 <= one <= MAX_NBYTES for one in numbers)
+        if not (is_place and self.column < self.parity.data and self.rank < _NUMBERS_BELOW):
             raise CorruptError("a place that no parity has")
 
 
@@ -160,7 +165,7 @@ class HeldParity:
 
 
 _NUMBERS = tuple(field.name for field in fields(ParityName))[2:]
-_PLACE = ("column", "rank", "at")
+_PLACE = ("column", "rank", "at", "after")
 
 
 def dump_added(place: ParityPlace, piece: SentPiece, content: bytes) -> bytes:
@@ -213,7 +218,7 @@ def _parsed_parity(run: str, row: Any) -> HeldParity:
     generation, *numbers, columns = row
     name, parsed = ParityName(run, generation, *numbers), {}
     for number, rank, world, created, is_marked, (files, pieces) in columns:
-        ParityPlace(name, number, rank, 0)
+        ParityPlace(name, number, rank, 0, 0)
         if type(world) is not int or type(created) is not int or type(is_marked) is not bool:
             raise ValueError
         own, end = [], 0

@@ -179,6 +179,13 @@ class PeersStore(ListedStore):
         return CHAIN in self._files and is_started and self._has_base
 
     @property
+    def missing(self) -> int:
+        """How many of the files are missing with which a restore begins: of each rank one, the list, and the base."""
+        world = max((file.world for file in self._files.values()), default=0)
+        started = sum(file.starts for file in self.files_of_ranks.values())
+        return world - started + (CHAIN not in self._files) + (not self._has_base)
+
+    @property
     def _has_base(self) -> bool:
         """Whether all files of the base are there that several ranks have sent."""
         if HELD_FILES not in self._files:
