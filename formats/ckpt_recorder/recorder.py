@@ -101,6 +101,7 @@ class Recorder:
         self._rank, self._world = ranks.rank_and_world()
         if self.options.peers is not None:
             self.options.peers.host_of(self._rank, self._world)  # raises: the hosts do not fit the ranks
+            self.options.peers.run_of(self.chain.name)  # raises: no address has the name
         self._recording: RankRecording | None = None
         self._last_retry = -1
         self._buffers: dict[str, torch.Tensor] | None = None

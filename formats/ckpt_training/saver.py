@@ -239,6 +239,7 @@ class Saver(SnapshotContext):
         rank, world = ranks.rank_and_world()
         if peers is not None:
             peers.host_of(rank, world)  # raises: the hosts do not fit the ranks
+            peers.run_of(self._target.name)  # raises: no address has the name
         self._has_jobs = then is not None and rank == 0
         with ranks.together():
             job = None if then is None else ThenJob.of(then)

@@ -516,6 +516,8 @@ def test_the_hosts_of_a_circle_hold_for_those_before_them_at_a_distance() -> Non
         (["a:1", "b:1", "c:1"], {"scheme": "raid"}),
         (["a:1", "b:1", "c:1"], {"jump": 0}),
         (["a", "b:1", "c:1"], {}),
+        (["a..b:1", "b:1", "c:1"], {}),
+        (["a:1", "b:1", "c:1"], {"run": "my run"}),
     ],
 )
 def test_peers_that_cannot_be_are_refused(hosts: list[str], fields: dict[str, object]) -> None:

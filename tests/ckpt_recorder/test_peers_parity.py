@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
@@ -512,7 +513,7 @@ def test_scrubbing_names_a_flipped_bit_of_a_piece_and_of_a_parity_also_after_mor
         content = bytearray(draw.bytes(9000))
         sent = replace(PIECE, name=replace(PIECE.name, offset=at), digest=piece_requests.digest_of(content))
         pieces.add(replace(PLACE, at=at, after=at), sent, content)
-        assert [one for one in pieces.scrub() if one] == [DamagedPart("run", NAME.text, block << 20)]
+        assert [one for one in pieces.scrub() if one] == [DamagedPart("run", "g", NAME.text, block << 20)]
         buffer._blocks[block][place] ^= 1
         at += 9000
     file.pieces[2][5] ^= 1
@@ -528,7 +529,24 @@ def test_scrubbing_names_a_flipped_bit_of_a_piece_and_of_a_parity_also_after_mor
             buffer._blocks[0][1] ^= 1
 
     holder.scrub_until(stop, pieces, report)
-    assert reported == [DamagedPart("run", "a/b.ckg", 8192), DamagedPart("run", NAME.text, 0)]
+    assert reported == [DamagedPart("run", "g", "a/b.ckg", 8192), DamagedPart("run", "g", NAME.text, 0)]
+
+
+def test_scrubbing_takes_no_memory_of_what_is_freed_and_small_pieces_together() -> None:
+    pieces, count = HeldPieces(1 << 24), 100
+    for number in range(count):
+        content = bytearray([number])
+        sent = replace(PIECE, name=replace(PIECE.name, offset=number), digest=piece_requests.digest_of(content))
+        pieces.store(sent, content)
+    pieces.add(PLACE, PIECE, CONTENT)
+    assert list(pieces.scrub()) == [None]  # of the parity
+    pieces.add(replace(PLACE, at=1 << 20, after=8), PIECE, CONTENT)
+    (buffer,) = map(weakref.ref, pieces._parities["run"]["g"].values())
+    scrubbed = pieces.scrub()
+    assert next(scrubbed) is None
+    pieces.drop("run", before=51)
+    assert buffer() is None
+    assert list(scrubbed) == [None]
 
 
 HOSTILE = {

@@ -21,13 +21,14 @@ import ckpt
 from ckpt.chains.write import DeltaPolicy
 from ckpt.holding.holder import HeldPieces, Holder
 from ckpt.holding.peers import HELD
-from ckpt_formats.core.errors import UnsupportedError
+from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.stores import piece_requests
 from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.parity_requests import ParityName, ParityPlace
 from ckpt_formats.stores.peers_store import PeersStore, open_peers
 from ckpt_formats.stores.piece_requests import PieceName, SentPiece, digest_of
+from ckpt_recorder import Recorder
 from ckpt_training import Peers, Saver, load
 from ckpt_training.writing.peer_saves import PeerSaves
 from ckpt_training.writing.save_orders import SaveSettings
@@ -302,3 +303,10 @@ def test_saver_refuses_peers_for_what_they_cannot_hold(options: dict[str, Any], 
     options = {"peers": Peers(["a:1", "b:1", "c:1"]), **options}
     with pytest.raises(UnsupportedError, match="memory of peers"):
         Saver(job.model, job.optimizer, tmp_path / options.pop("target"), **options)
+
+
+@pytest.mark.parametrize("kind", [Saver, Recorder])
+def test_a_folder_whose_name_no_address_of_peers_can_have_is_refused(kind: type[Any], tmp_path: Path) -> None:
+    job, peers = Job(), Peers(["a:1", "b:1", "c:1"])
+    with pytest.raises(InvalidArgumentError, match="cannot be the name of a run"):
+        kind(job.model, job.optimizer, tmp_path / "my run", peers=peers)

@@ -60,6 +60,7 @@ class DamagedPart:
     """A part of what is held that is not in memory as it was sent, or added."""
 
     run: str
+    generation: str
     what: str
     """The file, or the parity."""
     offset: int
@@ -208,33 +209,53 @@ class HeldPieces:
             return self.nbytes
 
     def scrub(self) -> Iterator[DamagedPart | None]:
-        """Compare all that is in memory with its hashes, a MiB at each step: yields what is damaged, else None."""
+        """Compare all that is in memory with its hashes: yields each part that is damaged, and None after each MiB.
+
+        What is freed meanwhile is held no longer, so it takes no memory beside what comes in its place.
+        """
         with self._lock:
             files = [
-                PieceName(run, generation, name, offset)
+                (run, generation, name)
                 for run, generations in self._runs.items()
                 for generation, own in generations.items()
-                for name, file in own.items()
-                for offset in file.offsets
+                for name in own
             ]
             parities = [
-                (buffer, block)
-                for generations in self._parities.values()
-                for buffers in generations.values()
-                for buffer in buffers.values()
+                (run, generation, key, block)
+                for run, generations in self._parities.items()
+                for generation, buffers in generations.items()
+                for key, buffer in buffers.items()
                 for block in buffer.blocks
             ]
-        for piece in files:
-            with self._lock:
-                file = self._runs.get(piece.run, {}).get(piece.generation, {}).get(piece.file)
-                at = None if file is None else file.offsets.get(piece.offset)
-                part = None if file is None or at is None else (file.pieces[at], file.digests[at])
-            is_damaged = part is not None and piece_requests.digest_of(part[0]) != part[1]
-            yield DamagedPart(piece.run, piece.file, piece.offset) if is_damaged else None
-        for buffer, block in parities:
-            with self._lock:  # nothing is added meanwhile
-                is_damaged = buffer.is_damaged(block)
-            yield DamagedPart(buffer.name.run, buffer.name.text, block * BLOCK_NBYTES) if is_damaged else None
+        compared = 0
+        for run, generation, name in files:
+            number = offset = 0
+            while (part := self._compared(run, generation, name, number)) is not None:
+                nbytes, is_damaged = part
+                if is_damaged:
+                    yield DamagedPart(run, generation, name, offset)
+                number, offset, compared = number + 1, offset + nbytes, compared + nbytes + PIECE_OVERHEAD
+                if compared >= BLOCK_NBYTES:
+                    compared = 0
+                    yield None
+        for run, generation, key, block in parities:
+            what = self._damaged_parity(run, generation, key, block)
+            yield None if what is None else DamagedPart(run, generation, what, block * BLOCK_NBYTES)
+
+    def _compared(self, run: str, generation: str, name: str, number: int) -> tuple[int, bool] | None:
+        """The size of a piece, and whether it is damaged; None if there is none of this number."""
+        with self._lock:
+            file = self._runs.get(run, {}).get(generation, {}).get(name)
+            if file is None or number >= len(file.pieces):
+                return None
+            content, digest = file.pieces[number], file.digests[number]
+        return len(content), piece_requests.digest_of(content) != digest
+
+    def _damaged_parity(self, run: str, generation: str, key: tuple[int, ...], block: int) -> str | None:
+        """The parity whose block is damaged; None if it is not."""
+        with self._lock:  # nothing is added meanwhile
+            buffer = self._parities.get(run, {}).get(generation, {}).get(key)
+            return buffer.name.text if buffer is not None and buffer.is_damaged(block) else None
 
     @property
     def status(self) -> tuple[HeldStatus, ...]:

@@ -42,7 +42,7 @@ class LogSender(Sender):
             files[f"{segment.name}/{layouts.NAME}"] = SentFile(segment / layouts.NAME, status.st_size, True)
         files[f"{segment.name}/{rank_file(rank)}"] = SentFile(segment / rank_file(rank), 0)
         generation = SentGeneration(
-            peers.run or segment.parent.name,
+            peers.run_of(segment.parent.name),
             layout.run,
             status.st_mtime_ns,
             len(layout.ranks),

@@ -127,8 +127,8 @@ class ParityBuffer:
         return list(self._blocks)
 
     def is_damaged(self, block: int) -> bool:
-        """Whether a block is not the sum of what was added to it."""
-        return not is_as_added(self._blocks[block], self._checks[block])
+        """Whether a block is not the sum of what was added to it; False if it has no memory."""
+        return block in self._blocks and not is_as_added(self._blocks[block], self._checks[block])
 
     def read(self, offset: int, nbytes: int) -> tuple[list[int], bytearray]:
         """Where the columns end, and bytes of the sum."""

@@ -8,6 +8,7 @@ from functools import cached_property
 from ckpt_formats.core.errors import InvalidArgumentError
 from ckpt_formats.parity.scheme import ParitySet, PeerScheme, circle
 from ckpt_formats.stores.address import NetworkAddress, parse_address
+from ckpt_formats.stores.piece_requests import NAME
 
 MAX_CONNECTIONS = 448
 """Of senders to a holder, beside those of readers."""
@@ -31,7 +32,7 @@ class Peers:
     jump: int = 1
     """The distance between hosts that hold the same, or its parity: the hosts of a rack, so that no rack has all."""
     run: str | None = None
-    """The name of the run, if hosts hold several; None: the name of the chain's folder."""
+    """The name of the run, if hosts hold several; None: the name of the folder of its chain, or saves."""
 
     def __post_init__(self) -> None:
         if isinstance(self.hosts, str) or not all(isinstance(host, str) for host in self.hosts):
@@ -43,6 +44,8 @@ class Peers:
             raise InvalidArgumentError(f"{self.scheme!r:.40} cannot be `peers.scheme`", where="peers.scheme")
         if not isinstance(self.jump, int) or self.jump < 1:
             raise InvalidArgumentError(f"{self.jump!r:.40} cannot be `peers.jump`", where="peers.jump")
+        if self.run is not None:
+            self.run_of("")
         if not self.parsed.is_copies:
             self.parsed.groups(len(self.hosts), self.jump)  # raises: the hosts are too few
         elif self.parsed.spares >= len(self.hosts):
@@ -51,6 +54,17 @@ class Peers:
                 where="peers.scheme",
                 hint="Name more hosts, or fewer copies.",
             )
+
+    def run_of(self, folder: str) -> str:
+        """The name of a run in a folder of this name. Raises `InvalidArgumentError` if no address can have it."""
+        name = folder if self.run is None else self.run
+        if not (isinstance(name, str) and NAME.fullmatch(name)):
+            raise InvalidArgumentError(
+                f"{name!r:.80} cannot be the name of a run in the memory of peers",
+                where="peers.run",
+                hint="Give Peers(run=...): at most 128 letters of ASCII, digits, _, . and -, the first no . or -.",
+            )
+        return name
 
     # A sender asks for all holders of all ranks, again and again.
 

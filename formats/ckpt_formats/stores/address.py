@@ -33,9 +33,18 @@ def parse_address(text: str) -> NetworkAddress:
     """The address in `HOST:PORT`, `PORT` (of localhost) or `tcp://HOST:PORT`. Raises `InvalidArgumentError`."""
     host, colon, port = text.removeprefix("tcp://").rstrip("/").rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if colon else "localhost"
-    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16 and host and len(host) < 256):
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16 and _is_host(host)):
         raise InvalidArgumentError(f"{text!r:.80} is not an address", hint="Write HOST:PORT, such as localhost:7077.")
     return NetworkAddress(host, int(port))
+
+
+def _is_host(text: str) -> bool:
+    """Whether the name server can be asked for a name."""
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return 0 < len(text) < 256
 
 
 def listening_socket(

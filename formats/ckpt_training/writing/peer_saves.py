@@ -68,7 +68,7 @@ class PeerSaves:
         self._step, self._start = step, time.monotonic()
         rank = self._settings.rank
         generation = SentGeneration(
-            self._peers.run or self._settings.path.name,
+            self._peers.run_of(self._settings.path.name),
             f"{self._settings.token}-{step}",
             created,
             self._settings.ranks,
