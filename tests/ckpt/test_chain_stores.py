@@ -12,7 +12,8 @@ import pytest
 
 import ckpt as library
 from ckpt.chains import write
-from ckpt.pipeline import scratch
+from ckpt.chains.change import change
+from ckpt.pipeline import Execution, scratch
 from ckpt.pipeline import target as life
 from ckpt_formats.core.errors import (
     CkptError,
@@ -25,7 +26,9 @@ from ckpt_formats.core.errors import (
 from ckpt_formats.stores import bucket as buckets
 from ckpt_formats.stores import object_store
 from ckpt_formats.stores.bucket import Bucket
+from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex
 from damage import SAMPLES, ckpt
 from held import states
 from object_stores import BUCKET, StoreServer, faulty, reached, seaweedfs, unconditional
@@ -78,6 +81,22 @@ def objects(server: StoreServer) -> dict[str, bytes]:
 def files(folder: Path) -> dict[str, bytes]:
     paths = (one for one in folder.rglob("*") if one.is_file() and one.name != "chain.lock")
     return {one.relative_to(folder).as_posix(): one.read_bytes() for one in paths}
+
+
+@pytest.mark.slow
+def test_a_process_whose_lease_another_one_has_taken_removes_no_folder(user: StoreServer, saved: list[Path]) -> None:
+    library.Chain(THERE).append(library.open(saved[0]))
+    (first,) = chain_file.read(target_path(THERE)).members
+    later = replace(first, folder="step-0000000009", step=9)
+    with change(target_path(THERE), Execution(workers=1)) as changed:
+        listed = chain_file.dump(ChainIndex((replace(first, time="2026-01-01T00:00:00Z"),)))
+        others = {".ckpt/lease": b"{}", "chain.json": listed, f"{later.folder}/index.json": b"{}"}
+        for name, data in others.items():  # what the other process writes
+            obstore.put(user.client, f"a/run.chain/{name}", data)
+        with pytest.raises(LockedError, match="has changed"):
+            changed.add(ChainIndex((first, later)), later.folder)
+    assert f"{later.folder}/index.json" in objects(user)
+    assert objects(user)["chain.json"] == listed
 
 
 def assert_equal(there: dict[str, bytes], here: dict[str, bytes]) -> None:

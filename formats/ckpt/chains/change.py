@@ -74,14 +74,17 @@ class ChainChange:
         """Replace the list by one that names a new folder. If that fails, the folder is removed.
 
         It stays if the list may name it all the same: an error may come after the list was put, and a request to which
-        a store did not answer may have been served.
+        a store did not answer may have been served. It also stays if another process may write here now, perhaps the
+        same folder: the next change removes what the list does not name.
         """
         try:
             self.replace(chain)
         except BaseException as error:
             is_certain = self.place.is_consistent or isinstance(error, LockedError)
-            if is_certain and not self._may_name(name):
-                self.place.remove([name], first=folder.MANIFEST)
+            with suppress(LockedError):
+                if is_certain and not self._may_name(name):
+                    self.right.confirm()
+                    self.place.remove([name], first=folder.MANIFEST)
             raise
 
     def _may_name(self, name: str) -> bool:
