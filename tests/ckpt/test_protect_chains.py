@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import ckpt
 from ckpt.chains.append import append
 from ckpt.chains.write import DeltaPolicy
 from ckpt.pipeline import Execution, Resources
-from ckpt.protection import members
+from ckpt.protection import members, protect, repair
 from ckpt.protection.members import protect_members
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.core.files import Reader
@@ -331,3 +333,21 @@ def test_packs_join_after_a_removal_that_left_the_parity_of_their_state(tmp_path
     assert command("repair", run).code == 0
     assert contents_of(run) == whole
     assert_states(run, states[1:])
+
+
+@pytest.mark.slow
+def test_a_repair_takes_the_parity_that_is_there_when_it_holds_the_lock(
+    chain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def locked(base: Path) -> Iterator[None]:
+        """Before, let another process end that holds the lock."""
+        append(chain, state(5), None, DeltaPolicy(), ONE)
+        protect_members(chain, 2, ["step-0000000005"], resources=ONE)
+        with protect.locked(base):
+            yield
+
+    monkeypatch.setattr(repair, "locked", locked)
+    assert ckpt.repair(chain).damaged == ()
+    (group,) = find_parity(chain).manifest.groups
+    assert "step-0000000005" in {domain.name for domain in group.domains}

@@ -112,14 +112,17 @@ def repair(
     """
     resources = resources or Resources.of_machine()
     root = source_path(path) if dry_run else target_path(path)
-    folder = find_parity(root, tuple(source_path(one) if dry_run else target_path(one) for one in parity))
-    check_not_newer(folder)
+    places = tuple(source_path(one) if dry_run else target_path(one) for one in parity)
+    folder = find_parity(root, places)
     copies = tuple(source_path(other) for other in others)
-    nbytes = nbytes_to_scan(folder)
-    count_bytes = count_to(nbytes, progress)
     with ExitStack() as stack:
         if not dry_run:
             stack.enter_context(locked(folder.base))
+            root, places = listed_again(root), tuple(map(listed_again, places))
+            folder = find_parity(root, places)  # another process may have written it until it gave the lock back
+        check_not_newer(folder)
+        nbytes = nbytes_to_scan(folder)
+        count_bytes = count_to(nbytes, progress)
         count = stack.enter_context(interruptible(count_bytes))
         if dry_run:
             files = find_damage(folder, resources, count, copies, _repaired).files()
