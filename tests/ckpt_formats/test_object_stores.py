@@ -378,6 +378,16 @@ def test_an_account_of_azure_is_not_its_container() -> None:
         assert config.get("skip_signature") == ("true" if anonymous else None)
 
 
+@pytest.mark.parametrize("key", ["odd//m.pt", "odd/./m.pt", "odd/../m.pt"])
+def test_a_listing_with_a_key_that_is_no_path_is_refused_at_once(
+    key: str, user: StoreServer, requests: list[str]
+) -> None:
+    with user.holding(key, b"content"):
+        done = ckpt("inspect", f"s3://{BUCKET}/odd")
+    assert (done.code, "the key of an object is no path" in done.err, key in done.err) == (10, True, True)
+    assert requests.count("list") == 1
+
+
 def test_store_path_does_not_escape_its_prefix(user: StoreServer) -> None:
     with pytest.raises(NotFoundError, match=r"no object has a part `\.\.`"):
         library.open(f"s3://{BUCKET}/samples/../../etc")

@@ -71,8 +71,24 @@ class StoreServer:
         for path in sorted(files, key=lambda path: (path.name == "head.json", path)):
             obstore.put(self.client, f"{folder.name}/{path.relative_to(folder)}", path.read_bytes())
 
+    @contextmanager
+    def holding(self, key: str, data: bytes) -> Iterator[None]:
+        """Within, there is an object of this key, also of one that `obstore` does not write."""
+        with self._boto3_client() as client:
+            client.put_object(Bucket=BUCKET, Key=key, Body=data)
+            try:
+                yield
+            finally:
+                client.delete_object(Bucket=BUCKET, Key=key)
+
     def publish(self, folder: str) -> None:
         """Let everybody read what is below a folder."""
+        with self._boto3_client() as client:
+            for page in obstore.list(self.client, folder):
+                for meta in page:
+                    client.put_object_acl(Bucket=BUCKET, Key=meta["path"], ACL="public-read")
+
+    def _boto3_client(self) -> Any:
         import boto3
 
         client = boto3.client(
@@ -82,10 +98,7 @@ class StoreServer:
             aws_secret_access_key=SECRET,
             region_name="us-east-1",
         )
-        with closing(client):
-            for page in obstore.list(self.client, folder):
-                for meta in page:
-                    client.put_object_acl(Bucket=BUCKET, Key=meta["path"], ACL="public-read")
+        return closing(client)
 
 
 @contextmanager

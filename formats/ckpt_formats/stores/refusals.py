@@ -52,6 +52,9 @@ _HINTS = {
 }
 """By the code of the store: what its user can do."""
 _HINTS_BY_STATUS = {401: _RIGHTS, 403: _RIGHTS, 301: _REGION_HINT}
+_NO_PATH = "Encountered object with invalid path"
+"""In the library's text if a listing has a key with an empty part, or with one that is `.` or `..`."""
+_RENAME = "Name the folder of the checkpoint if the object is not in it, or rename the object."
 _UNREACHED = "Check the network, the name of the store, and the endpoint that the environment names, if it does."
 _NO_CREDENTIALS = (
     "Set the credentials of the store in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; "
@@ -96,6 +99,9 @@ class Refusal:
             return cls(_line(text, status, code), 400, code, f"Set AWS_REGION={region[1]}: the bucket is there.")
         if status is None and "redirect without LOCATION" in text:
             return cls("PermanentRedirect: the bucket is in another region", 301, "PermanentRedirect", _REGION_HINT)
+        if status is None and _NO_PATH in text:
+            reason = _shown(text.partition(_NO_PATH)[2].lstrip(": "))
+            return cls(f"the key of an object is no path: {reason}", 400, hint=_RENAME)
         if status is None:
             wrong = next((words for mark, words in _WRONG.items() if mark in text), None)
             is_unreached = _first(_NO_ANSWER, str(error)) in ("Connect", "Dns")
