@@ -92,6 +92,7 @@ def test_table_names_checkpoints_whose_values_are_damaged_and_compares_the_other
         assert (done.code, "NOT COMPARED" in done.err, "checksum" in done.err) == (20, False, True)
 
 
+@pytest.mark.slow
 def test_table_compares_what_is_selected_of_an_incomplete_checkpoint(tmp_path: Path) -> None:
     whole, cut = SAMPLES / "dcp-2.13-fsdp2-w2", tmp_path / "cut"
     shutil.copytree(whole, cut)
@@ -102,6 +103,7 @@ def test_table_compares_what_is_selected_of_an_incomplete_checkpoint(tmp_path: P
     assert ckpt("diff", whole, cut, whole).code == 20
 
 
+@pytest.mark.slow
 def test_table_names_checkpoints_that_cannot_have_the_names_of_others(run: Path) -> None:
     model = SAMPLES / "transformers-5.23-trainer"
     done = ckpt("diff", model, run / "step-1.ucp", model, "--names", "megatron")
