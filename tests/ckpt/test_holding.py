@@ -85,7 +85,7 @@ def test_the_whole_save_is_not_freed_while_a_holder_does_not_answer(
     assert hosts.generations == [{"save-10"}] * HOSTS
 
 
-def test_nothing_is_freed_if_the_sender_is_closed_while_holders_are_asked(
+def test_a_sender_that_is_closed_while_holders_are_asked_frees_nothing(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = GenerationWatch(hosts.peers, generation(30, HOSTS), Credentials())
