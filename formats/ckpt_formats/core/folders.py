@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
 from ckpt_formats.core.errors import CkptError, NotFoundError, UnsafeError
 from ckpt_formats.core.store_path import FolderEntry, is_remote
 from ckpt_formats.core.text import PARTIAL, STAGED, printable
@@ -43,7 +41,11 @@ _OF_VLLM = re.compile(r"model-rank-(\d{1,6})-part-(\d{1,6})\.safetensors")
 def hidden_name(name: str, ending: str) -> str:
     """The name of a hidden file beside one of this name: with its hash if the name is too long for an ending."""
     given = os.fsencode(name)
-    return f".{name if len(given) <= _LONG_NAME else xxhash.xxh3_128_hexdigest(given)}{ending}"
+    if len(given) <= _LONG_NAME:
+        return f".{name}{ending}"
+    import xxhash  # few names are long
+
+    return f".{xxhash.xxh3_128_hexdigest(given)}{ending}"
 
 
 def parity_of_file(file: Path) -> Path:
