@@ -34,7 +34,9 @@ def with_packs(index: Index, own: Sequence[Pack], earlier: Sequence[Pack]) -> tu
 
 def shared_packs(stated: Manifest) -> "tuple[SharedPacks, ...]":
     """The packs of earlier members that a manifest names, by folder, and the bytes of the states that lie in them."""
-    from ckpt_formats.universal.chain.chain_file import SharedPacks  # only chains share packs
+    if all(pack.owner is None for pack in stated.packs):
+        return ()
+    from ckpt_formats.universal.chain.chain_file import SharedPacks  # only members of chains share packs
 
     columns, own = stated.entries.columns, len(stated.own_packs)
     rows = columns["state.pack"] >= own
