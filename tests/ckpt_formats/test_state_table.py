@@ -10,7 +10,7 @@ from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.state_table import table_of
 from ckpt_formats.registry.encoded import uses_codecs
 from ckpt_formats.registry.opening import open_checkpoint
-from ckpt_formats.universal import stored
+from ckpt_formats.universal import read_states
 from damage import SAMPLES, ckpt
 
 
@@ -38,13 +38,13 @@ def test_no_parameter_is_made_for_plain_states(monkeypatch: pytest.MonkeyPatch, 
     source, names = tmp_path / "first", list[str]()
     assert ckpt("convert", SAMPLES / "deepspeed-0.19-zero1-bf16-dp2", source, "--model-only").code == 0
     shutil.copytree(source, tmp_path / "second")
-    read = stored.read_parameter
+    read = read_states.read_parameter
 
     def counted(folder: Path, entry: object, parent: Parameter | None = None) -> Parameter:
         names.append(entry.name)  # type: ignore[attr-defined]
         return read(folder, entry, parent)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stored, "read_parameter", counted)
+    monkeypatch.setattr(read_states, "read_parameter", counted)
     assert ckpt("inspect", source).code == ckpt("inspect", source, "--json").code == 0
     assert ckpt("verify", source).code == 0
     assert ckpt("diff", source, tmp_path / "second").code == 0

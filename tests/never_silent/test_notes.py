@@ -132,7 +132,7 @@ def test_verify_names_all_damage_of_a_checkpoint_that_cannot_be_opened(tmp_path:
         file.write(bytes([data[at] ^ 1]))
     done = ckpt("verify", folder)
     assert done.code == 20
-    assert all(path.name in done.out for path in files[:3])
+    assert all(path.name in done.out + done.err for path in files[:3])
     report = json.loads(ckpt("verify", folder, "--json").out)
     assert not report["ok"]
     assert {Path(finding["where"]).name for finding in report["findings"]} >= {path.name for path in files[:3]}
