@@ -305,8 +305,10 @@ def _damaged_steps(
     if last is None:
         return None
     raw = file.read(end, HEAD.size)
-    if len(raw) == HEAD.size and HEAD.unpack(raw)[-2:] == (previous, _hash(raw[:56])):
-        return DamagedSteps(_first_in_need(HEAD.unpack(raw)[1], HEAD.unpack(raw)[3]), last)
+    if len(raw) == HEAD.size:
+        _, kind, _, step, *_, before, own_hash = HEAD.unpack(raw)
+        if (before, own_hash) == (previous, _hash(raw[:56])):
+            return DamagedSteps(_first_in_need(kind, step), last)
     done = max((record.step for record in records if record.kind is Kind.GRADIENTS), default=first)
     return DamagedSteps(done + any(record.step > done for record in records), last)
 
@@ -386,9 +388,10 @@ def _head_hash(path: Path, file: OpenFile, head: FileHead) -> int | None:
 def _text_nbytes(file: OpenFile, at: int) -> int:
     """The bytes of a text and directory, as the head at `at` states them; of a head that is damaged, only its own."""
     raw = file.read(at, HEAD.size)
-    if len(raw) < HEAD.size or _hash(raw[:56]) != HEAD.unpack(raw)[-1]:
+    if len(raw) < HEAD.size:
         return len(raw)
-    return HEAD.size + int(HEAD.unpack(raw)[4]) + int(HEAD.unpack(raw)[5]) * ENTRY.itemsize
+    _, _, _, _, meta_nbytes, count, *_, own_hash = HEAD.unpack(raw)
+    return HEAD.size + (meta_nbytes + count * ENTRY.itemsize if _hash(raw[:56]) == own_hash else 0)
 
 
 def _next(file: OpenFile, at: int, nbytes: int, previous: int | None, known: dict[str, Any]) -> _ScannedRecord:
