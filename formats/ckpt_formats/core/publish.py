@@ -161,24 +161,23 @@ def renameat2(source: Path, target: Path, flag: int = _RENAME_NOREPLACE) -> int:
     return ctypes.get_errno() if done else 0
 
 
-@cache
 def _sync_file_range() -> Any:
-    try:
-        call = ctypes.CDLL(None, use_errno=True).sync_file_range
-    except (OSError, AttributeError):
-        return None
-    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return call
+    return _c_function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+
+def _renameat2() -> Any:
+    return _c_function("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
 
 
 @cache
-def _renameat2() -> Any:
+def _c_function(name: str, *types: Any) -> Any:
+    """A function of the C library with arguments of these types; None if it is not there."""
     try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
+        function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
         return None
-    call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-    return call
+    function.argtypes = types
+    return function
 
 
 def _rename_new_without(source: Path, target: Path) -> int:
