@@ -12,7 +12,8 @@ import numpy as np
 
 from ckpt_codecs.base import Array
 
-_MIN_NBYTES = 4096
+MIN_NBYTES = 4096
+"""Of a new buffer."""
 MAX_FREE = 32
 """Free buffers that a thread retains."""
 
@@ -30,7 +31,7 @@ def thread_buffer(name: str, size: int) -> Array:
     """Return a buffer, (size,) uint8: it is valid until the same thread requests the same name again."""
     buffer = _buffers.by_name.get(name)
     if buffer is None or buffer.size < size:
-        buffer = _buffers.by_name[name] = np.empty(max(size, _MIN_NBYTES), np.uint8)
+        buffer = _buffers.by_name[name] = np.empty(max(size, MIN_NBYTES), np.uint8)
     return buffer[:size]
 
 
@@ -44,15 +45,19 @@ def temporary_buffer(size: int) -> Iterator[Array]:
         release_buffer(buffer)
 
 
-def acquire_buffer(size: int) -> Array:
-    """Return a buffer, (m,) uint8, m >= size, for any thread to release: the smallest of this thread's that fits."""
+def acquire_buffer(size: int, most: int | None = None) -> Array:
+    """Return a buffer, (m,) uint8, m >= size, for any thread to release: the smallest of this thread's that fits.
+
+    `most`: the largest m; None: any.
+    """
     free = _buffers.free
-    fitting = [i for i, buffer in enumerate(free) if buffer.size >= size]
+    fitting = [i for i, buffer in enumerate(free) if size <= buffer.size and (most is None or buffer.size <= most)]
     if fitting:
         return free.pop(min(fitting, key=lambda i: free[i].size))
-    if free:
-        free.pop(0)  # the new buffer replaces it
-    return np.empty(max(size, _MIN_NBYTES), np.uint8)
+    smaller = next((i for i, buffer in enumerate(free) if buffer.size < size), None)
+    if smaller is not None:
+        free.pop(smaller)  # the new buffer replaces it
+    return np.empty(max(size, MIN_NBYTES), np.uint8)
 
 
 def release_buffer(buffer: Array) -> None:

@@ -103,6 +103,22 @@ def test_a_reader_that_is_closed_gives_its_memory_back() -> None:
     assert in_a_thread(given)
 
 
+def test_cache_of_a_reader_does_not_use_far_larger_buffers_of_the_thread() -> None:
+    """Two of 8 MiB would fill the cache with 200 kB, and each would remove the other."""
+
+    def count_fills() -> int:
+        fills: list[int] = []
+        for _ in range(4):
+            release_buffer(np.empty(8 << 20, np.uint8))
+        with Reader() as reader:
+            for _ in range(3):
+                for key in ("a", "b"):
+                    reader.cached_or_filled(key, 100_000, lambda buffer: fills.append(buffer.size))
+        return len(fills)
+
+    assert in_a_thread(count_fills) == 2
+
+
 FAULTS = """
 import json, resource, threading, numpy as np, ckpt_codecs as c
 from ckpt_codecs.base import encode_bound

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import xxhash
 
-from ckpt_codecs.scratch import acquire_buffer, release_buffer
+from ckpt_codecs.scratch import MIN_NBYTES, acquire_buffer, release_buffer
 from ckpt_formats.core.bands import BAND, Band, BytesInMemory, Rows, rows_nbytes
 from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, UnsafeError
 from ckpt_formats.core.identity import Identities, note
@@ -232,7 +232,8 @@ class Reader:
         if array is not None:
             return array
         self._max_cached_nbytes = max(self._max_cached_nbytes, self.cache_room(most))
-        buffer = acquire_buffer(nbytes)
+        # A larger buffer would count as that much of the cache, and leave no room for others.
+        buffer = acquire_buffer(nbytes, max(2 * nbytes, MIN_NBYTES))
         fill(buffer[:nbytes])
         self._buffers[key] = buffer
         return self._add_to_cache(key, buffer[:nbytes])
