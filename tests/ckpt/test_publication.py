@@ -1,5 +1,7 @@
 """Steps that one process commits for all ranks: starts, conflicts, kills, requests."""
 
+import errno
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckpt.publishing.folds import FoldAnchors
-from ckpt.publishing.publication import last_step, open_publication
+from ckpt.publishing.publication import last_step, open_publication, put_object
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt.publishing.retention import remove_unneeded
 from ckpt_formats.core.errors import (
@@ -20,6 +22,7 @@ from ckpt_formats.core.errors import (
     UnsupportedError,
 )
 from ckpt_formats.core.folder_place import FolderPlace
+from ckpt_formats.core.place import Version
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.published.records import HEAD, Head, StepName
@@ -105,6 +108,64 @@ def test_publication_stops_when_another_process_has_replaced_the_head(tmp_path: 
         with pytest.raises(LockedError):
             ranks.publish(publication, 3)
     assert_step(run, 1)
+
+
+@pytest.fixture
+def lost_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of heads, of those that are put from now on, whose put is carried out and seems to fail."""
+    put, numbers, count = FolderPlace.replace, list[int](), itertools.count()
+
+    def replaced(place: FolderPlace, key: str, data: bytes, version: Version | None) -> Version:
+        new = put(place, key, data, version)
+        if key == HEAD.rpartition("/")[2] and next(count) in numbers:
+            raise OSError(errno.EIO, "no answer")
+        return new
+
+    monkeypatch.setattr(FolderPlace, "replace", replaced)
+    return numbers
+
+
+def test_base_after_a_lost_answer_is_no_delta_for_who_has_the_step_before(
+    tmp_path: Path, lost_answers: list[int]
+) -> None:
+    run, ranks, behind = tmp_path / "policy.chain", Ranks(model()), Ranks(model())
+    lost_answers.append(1)
+    with open_publication(run, ranks.model) as publication:
+        ranks.start(publication, 1)
+        with pytest.raises(OutputError):
+            ranks.publish(publication, 2)
+        have = head_of(run).record
+        assert have.name == StepName(1, 2)
+        ranks.fill(weights_at(3))
+        bases, deltas = (ranks.put(publication, is_base=one) for one in (True, False))
+        publication.commit(3, None, bases, deltas)  # as far as the ranks know, the last step is the first one
+    behind.fill(weights_at(2))
+    behind.accept()
+    for record in find_route(head_of(run), have, lambda key: (run / key).read_bytes(), run).records:
+        for rank, share in enumerate(record.shares):
+            data = (run / share.object.key).read_bytes()
+            behind.values[rank].apply(bytearray(data), share, record.is_base, tmp_path)
+    assert behind.values[0].published_piece(0).tobytes() == ranks.values[0].piece(0).tobytes()
+
+
+def test_fold_whose_answer_is_lost_counts_as_no_step(tmp_path: Path, lost_answers: list[int]) -> None:
+    run, ranks = tmp_path / "policy.chain", Ranks(model())
+    lost_answers.append(5)
+    with open_publication(run, ranks.model) as publication:
+        ranks.start(publication, 0)
+        for step in range(1, 5):
+            ranks.publish(publication, step)
+        (parent,) = publication.due_folds()
+        folds = [one.encoded for of_rank in ranks.folds for one in of_rank]
+        for one in folds:
+            put_object(publication.place, one.share.object, one.object)
+        with pytest.raises(OutputError):
+            publication.add_fold(parent, [one.share for one in folds])
+        for step in range(5, 9):
+            ranks.folds = [[] for _ in ranks.folds]
+            ranks.publish(publication, step)
+        assert head_of(run).folds == ((0, 4),)
+        assert [one.name.step for one in publication.due_folds()] == [4]
 
 
 def test_publication_that_is_killed_leaves_the_last_step_or_the_next_and_goes_on(tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ class Ranks:
     def commit(self, publication: Publication, step: int) -> RecordRef:
         """Publish the next values: as deltas if they can be, and as a base if there must be one."""
         is_base, parent = publication.needs_base(), publication.parent
-        bases = self._put(publication, is_base=True) if is_base else None
-        deltas = None if parent is None else self._put(publication, is_base=False)
+        bases = self.put(publication, is_base=True) if is_base else None
+        deltas = None if parent is None else self.put(publication, is_base=False)
         by_length: dict[int, list[EncodedFold]] = {}
         for one in (one for of_rank in self.folds for one in of_rank):
             put_object(publication.place, one.encoded.share.object, one.encoded.object)
@@ -79,7 +79,8 @@ class Ranks:
         self.folds = [one.note_step(is_base) for one in self.anchors]
         return ref
 
-    def _put(self, publication: Publication, is_base: bool) -> list[RankShare]:
+    def put(self, publication: Publication, is_base: bool) -> list[RankShare]:
+        """Store the next values, as bases or as deltas against the last ones that were accepted."""
         shares = [values.encode(is_base) for values in self.values]
         for one in shares:
             put_object(publication.place, one.share.object, one.object)

@@ -219,7 +219,10 @@ class Publication:
             InvalidArgumentError: The step cannot follow the last one, or is coded against another one; or a fold does
                 not lead from the published states of one step to those of the last.
         """
+        known = self.parent
         self._refresh()
+        if self.parent != known:
+            delta, folds = None, {}  # the step is published after all that seemed not to be: they lead past it
         name = StepName(self.epoch, step)
         last = None if self.head is None else self.head.record.name
         if (last is not None and name <= last) or step > MAX_STEP or len(shares) != len(self.model.pieces):
@@ -344,15 +347,20 @@ class Publication:
         self._uncertain = head, record
         try:
             below, _, name = HEAD.rpartition("/")
-            self._version = self.place.within(below).replace(name, head.to_bytes(self._key), self._version)
+            version = self.place.within(below).replace(name, head.to_bytes(self._key), self._version)
         except FileExistsError:
             raise self._locked() from None
+        self._note_head(head, record, version)
+
+    def _note_head(self, head: Head, record: StepRecord, version: Version) -> None:
+        """Note that a head is there which this process has put."""
         if self.head is None or head.record != self.head.record:
             self._steps = [*([] if record.is_base else self._steps), head.record.name]
             if record.is_base:
                 self._refs, self._states = {}, {}
             self._refs[head.record.name], self._states[head.record.name] = head.record, record.state
-        self.head, self.record, self.parent, self._uncertain = head, record, head.record, None
+        self.head, self.record, self.parent, self._version = head, record, head.record, version
+        self._uncertain = None
 
     def _refresh(self) -> None:
         """Read the head if it is not known whether the last one was put."""
@@ -363,8 +371,7 @@ class Publication:
         head, record = self._uncertain
         there = self.place.read(HEAD, MAX_HEAD)
         if there is not None and there[0] == head.to_bytes(self._key):
-            self.head, self.record, self.parent, self._version = head, record, head.record, there[1]
-            self._steps = [*([] if record.is_base else self._steps), head.record.name]
+            self._note_head(head, record, there[1])
         elif (None if there is None else there[1]) != self._version:
             raise self._locked()
         self._uncertain = None
