@@ -70,6 +70,23 @@ def test_publication_begins_an_epoch_when_a_run_goes_back(tmp_path: Path) -> Non
     assert old.name == StepName(1, 12)
 
 
+def test_publication_begins_an_epoch_beside_records_that_do_not_follow(tmp_path: Path) -> None:
+    run = tmp_path / "policy.chain"
+    publish(run, [1])
+    head = (run / HEAD).read_bytes()
+    publish(run, [1, 2, 3])
+    (run / HEAD).write_bytes(head)
+    (run / StepName(1, 2).key).unlink()  # the record of step 3 was put, and is never published
+    publish(run, [1, 3])
+    assert_step(run, 3)
+    assert head_of(run).record.name == StepName(2, 3)
+    first = record_of(run, StepName(2, 1))
+    assert first.continues is not None
+    assert first.continues.name == StepName(1, 1)
+    publish(run, [3, 4])
+    assert head_of(run).record.name == StepName(2, 4)
+
+
 def test_publication_puts_a_base_when_the_deltas_exceed_half_of_it(tmp_path: Path) -> None:
     ranks, bases = Ranks(model()), list[bool]()
     with open_publication(tmp_path / "policy.chain", ranks.model) as publication:

@@ -132,6 +132,8 @@ class Publication:
         self._version: Version | None = None
         self._start: RunStart | None = None
         self._epochs = 0
+        self._unpublished: list[StepName] = []
+        """The steps after the last one of which killed processes have left records that do not follow it."""
         self._steps: list[StepName] = []
         """The published steps from the last base on."""
         self._refs: dict[StepName, RecordRef] = {}
@@ -171,14 +173,15 @@ class Publication:
         if not is_same_model:
             self._check_model(self.record.model)
         same_state = is_same_model and [one.state for one in self.record.shares] == list(states)
-        if step > last.name.step:
+        is_taken = any(name.epoch == last.name.epoch and name.step >= step for name in self._unpublished)
+        if step > last.name.step and not is_taken:
             parent = last if has_values and is_same_model else None
             return RunStart(StepName(last.name.epoch, step), parent, is_published=False)
-        if step == last.name.step and same_state:
+        if step == last.name.step and same_state and not is_taken:
             return RunStart(last.name, last, is_published=True)
         if self._epochs == MAX_EPOCH:
             raise OutputError("has too many epochs", where=self.run, hint="Publish into a new chain.")
-        continues = self._same_step(last.name.epoch, step, states)
+        continues = self._same_step(last.name.epoch, step, states) if step <= last.name.step else None
         return RunStart(StepName(self._epochs + 1, step), None, is_published=False, continues=continues)
 
     @property
@@ -446,6 +449,7 @@ class Publication:
                 head, last = _head_after(head, record, ref_of(name, data), folds), record
         if head is not None and last is not None and head != self.head:
             self._put_head(head, last)
+        self._unpublished = [name for name in names if head is None or name > head.record.name]
         if head is not None:
             self._steps = [name for name in names if head.base <= name <= head.record.name]
 
