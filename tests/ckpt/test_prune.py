@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,13 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckpt
+from ckpt.pipeline.removal import remove_checkpoint
 from ckpt.types import PruneResult
 from ckpt_cli.main import USAGE
+from ckpt_formats.stores.location import source_path
 from damage import BROKEN, NOT_FOUND, SAMPLES
 from damage import ckpt as command
+from killing import killed, points
 from object_stores import StoreServer
 from prune_kills import folder_round, make_run
 
@@ -187,6 +191,8 @@ def test_prune_removes_single_files_of_a_run(tmp_path: Path, server: StoreServer
 
 def test_prune_in_a_bucket_removes_the_objects_of_a_checkpoint(run: Path, server: StoreServer, user: object) -> None:
     url = server.put("run", run)
+    for note in ("job", "published", "committed", "journal/receipts-1"):  # of a job without the right to delete them
+        obstore.put(server.client, f"run/checkpoint-70/.ckpt/{note}", b"{}")
     result = ckpt.runs.prune(url, "last:2,every:40", unchanged_for=0)
     # The link is an object like all others, and names nothing.
     assert names(result.removed) == [f"checkpoint-{n}" for n in (70, 60, 30, 20, 10)]
@@ -237,6 +243,51 @@ def test_clean_and_the_next_prune_finish_a_removal(tmp_path: Path) -> None:
     assert ckpt.clean(tmp_path / "step-1").files == 1
     assert ckpt.runs.prune(tmp_path, "last:1").finished == ("step-2",)
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+@pytest.mark.slow
+def test_file_that_is_saved_again_after_a_killed_prune_is_whole(tmp_path: Path) -> None:
+    old, run = tmp_path / "old", tmp_path / "run"
+    old.mkdir()
+    for step in (1, 2):
+        save_file({"w": np.full(3, step, np.float32)}, old / f"step={step}.safetensors")
+    ckpt.seal(old / "step=1.safetensors")
+    ckpt.protect(old / "step=1.safetensors", 1)
+    shutil.copytree(old, run)
+    count = points(lambda: ckpt.runs.prune(run, "last:1", unchanged_for=0), run)
+    for point in range(count):
+        shutil.rmtree(run)
+        shutil.copytree(old, run)
+        assert killed(lambda: ckpt.runs.prune(run, "last:1", unchanged_for=0), run, point)
+        if not (saved := run / "step=1.safetensors").exists():
+            save_file({"w": np.full(3, 7, np.float32)}, saved)
+            ckpt.runs.prune(run, "last:9", unchanged_for=0)
+            assert ckpt.open(saved)["w"].weight[:].tolist() == [7, 7, 7]
+            assert not ckpt.verify(ckpt.open(saved))
+            assert sorted(path.name for path in run.iterdir()) == ["step=1.safetensors", "step=2.safetensors"]
+
+
+def _interrupt(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_objects_that_are_put_again_after_a_killed_removal_stay(
+    tmp_path: Path, server: StoreServer, user: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model(tmp_path / "run" / "step-1", 1)
+    url = server.put("run", tmp_path / "run")
+    step = source_path(f"{url}/step-1")
+    with monkeypatch.context() as patch:
+        patch.setattr("ckpt.pipeline.removal._delete_objects", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            remove_checkpoint(step)
+    time.sleep(2.1)  # more than the clocks of the servers of a store differ, and it may count whole seconds
+    server.put("run", tmp_path / "run")
+    ckpt.clean(f"{url}/step-1")
+    assert ckpt.open(f"{url}/step-1")["w"].weight[:].tolist() == [1, 1, 1]
+    assert [meta["path"] for page in obstore.list(server.client, "run") for meta in page] == [
+        "run/step-1/model.safetensors"
+    ]
 
 
 @pytest.mark.slow

@@ -8,11 +8,12 @@ NAME` and the next removal in the same folder finish both.
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from ckpt.pipeline.job_note import JobNote
+from ckpt.pipeline.target import JOB, LEASE, PUBLISHED
 from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.folders import entries_of, parity_of_file
@@ -22,10 +23,12 @@ from ckpt_formats.core.publish import flush, rename_new
 from ckpt_formats.core.store_path import StorePath, is_remote
 from ckpt_formats.core.text import NEW, REMOVED, STAGED
 from ckpt_formats.registry.listed import is_mark
+from ckpt_formats.registry.published import SKEW
 from ckpt_formats.registry.seal_places import place_of_file
 from ckpt_formats.stores.location import place_at
 
-_JOB, _REMOVAL = f"{STAGED}/job", f"{STAGED}/removal"
+_JOB, _PUBLISHED, _LEASE = (f"{STAGED}/{name}" for name in (JOB, PUBLISHED, LEASE))
+_REMOVAL = f"{STAGED}/removal"
 _NO_JOB = "removal"
 
 
@@ -37,9 +40,9 @@ def remove_checkpoint(path: Path) -> None:
         else:
             aside = set_aside_path(path)
             delete(aside)
+            delete_beside(path)  # first: after a kill, another file of this name may be there before it is finished
             rename_new(path, aside)
             flush(path.parent)
-            delete_beside(path)
             delete(aside)
     except OSError as error:
         raise unwritable(error, path) from error
@@ -109,11 +112,13 @@ def delete_beside(path: Path) -> None:
 def _remove_from_store(path: StorePath) -> None:
     place = place_at(path)
     if path.is_file():
-        parity = place_at(parity_of_file(path))
-        place_at(path.parent).delete([path.name, place_of_file(path).name])
+        beside, parity = place_at(path.parent), place_at(parity_of_file(path))
+        beside.delete([place_of_file(path).name])
         parity.delete(parity.list())
+        beside.delete([path.name])
         return
-    objects = {name: one.e_tag for name, one in place.list().items() if not name.startswith(f"{STAGED}/")}
+    there = place.list()
+    objects = {name: one.e_tag for name, one in there.items() if not name.startswith(f"{STAGED}/")}
     note = JobNote.of(_NO_JOB, path, path, _NO_JOB, list(objects), None)
     removal = json.dumps(objects).encode()
     if max(len(removal), len(note.to_json())) > MAX_LIST:
@@ -122,29 +127,39 @@ def _remove_from_store(path: StorePath) -> None:
         place.create(_REMOVAL, removal)
     with suppress(FileExistsError):
         place.create(_JOB, note.to_json())
-    _delete_objects(place, objects)
+    _delete_objects(place, objects, there)
 
 
 def _finish_in_store(path: StorePath) -> tuple[int, int]:
-    """Delete the objects that are still those that were there when the removal began, then its notes."""
+    """Delete the objects that are still those that were there when the removal began, then its notes.
+
+    An e_tag may be that of the bytes alone: what was put since, with the same bytes, stays.
+    """
     place = place_at(path)
-    read = place.read(_REMOVAL)
-    if read is None:
+    read, there = place.read(_REMOVAL), place.list()
+    if read is None or _REMOVAL not in there:
         return 0, 0
     try:
         stated = json.loads(read[0])
         assert isinstance(stated, dict)
     except (ValueError, RecursionError, AssertionError):
         raise OutputError("is not the note of a removal", where=place.where(_REMOVAL), hint="Remove it.") from None
-    left = {name: one for name, one in place.list().items() if stated.get(name) == one.e_tag}
-    _delete_objects(place, left)
+    began = there[_REMOVAL].modified + SKEW
+    left = {name: one for name, one in there.items() if stated.get(name) == one.e_tag and one.modified <= began}
+    _delete_objects(place, left, there)
     return len(left), sum(one.nbytes for one in left.values())
 
 
-def _delete_objects(place: Place, names: Mapping[str, object]) -> None:
-    """Delete objects, those by which formats know a checkpoint first, and the notes of the removal last."""
+def _delete_objects(place: Place, names: Mapping[str, object], there: Collection[str]) -> None:
+    """Delete objects, those by which formats know a checkpoint first, and the notes of the removal last.
+
+    `there`: the names of all that is at the place. The notes go, too, of the job that has written the checkpoint, if
+    it could not remove them: before all else the one that says that what is there is whole.
+    """
     marks = set(filter(is_mark, names))
+    place.delete({_PUBLISHED} & set(there))
     place.delete(marks)
     place.delete(names.keys() - marks)
+    place.delete([one for one in there if one.startswith(f"{STAGED}/") and one not in (_JOB, _REMOVAL, _LEASE)])
     place.delete([_JOB])
     place.delete([_REMOVAL])
