@@ -1,4 +1,4 @@
-from ckpt_cli.main import run
+from ckpt_cli.start import start
 
 if __name__ == "__main__":
-    run()
+    start()

@@ -6,7 +6,6 @@ import signal
 import sys
 from contextlib import suppress
 from importlib import import_module
-from types import FrameType
 from typing import Any, TextIO, cast
 
 import click
@@ -15,6 +14,7 @@ from ckpt_cli import notes, progress
 from ckpt_cli.options.command import help_text
 from ckpt_cli.options.exit_codes import USAGE, exit_code, kind_of
 from ckpt_cli.options.groups import TerminalContext
+from ckpt_cli.start import interrupt
 from ckpt_formats.core.errors import CkptError, NotFoundError, OutputError
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.core.version import VERSION
@@ -149,7 +149,9 @@ def run() -> None:
     progress.show(not quiet)
     if sys.stdout is not None and not isinstance(sys.stdout, _Output):  # None if the parent process has closed it
         sys.stdout = cast(TextIO, _Output(sys.stdout))
-    signal.signal(signal.SIGTERM, _terminate)  # batch systems send it; it is handled like Ctrl-C
+    signal.signal(signal.SIGTERM, interrupt)  # batch systems send it; it is handled like Ctrl-C
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         code = cli.main(prog_name="ckpt", standalone_mode=False)
     except click.exceptions.Abort as error:
@@ -182,10 +184,6 @@ def run() -> None:
     if code == 1 and isinstance(sys.stdout, _Output) and sys.stdout.is_cut:
         code = PIPE_CLOSED  # by itself, 1 would say that a whole comparison was shown
     sys.exit(code)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(number)
 
 
 def _wrong_usage(error: click.ClickException) -> int:

@@ -1,6 +1,6 @@
 """What may have been meant by a command, an option or a value that ckpt does not have: by meaning, then by spelling."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 COMMANDS = {
     **dict.fromkeys(("info", "ls", "show", "list", "cat", "view", "describe", "print", "look"), ("inspect",)),
@@ -36,21 +36,65 @@ OPTIONS = {
     **dict.fromkeys(
         ("--gpus", "--num-gpus", "--ranks", "--world-size", "--nproc", "--nproc-per-node", "--data-parallel"), ("--dp",)
     ),
-    **dict.fromkeys(("--tensor-parallel", "--tensor-parallel-size", "--tp-size", "--target-tp"), ("--tp",)),
-    **dict.fromkeys(("--pipeline-parallel", "--pipeline-parallel-size", "--pp-size", "--target-pp"), ("--pp",)),
-    **dict.fromkeys(("--stage", "--zero-stage", "--zero_stage"), ("--zero",)),
+    **dict.fromkeys(
+        (
+            "--tensor-parallel",
+            "--tensor-parallel-size",
+            "--tensor-model-parallel-size",
+            "--tp-size",
+            "--target-tp",
+            "--target-tensor-parallel-size",
+        ),
+        ("--tp",),
+    ),
+    **dict.fromkeys(
+        (
+            "--pipeline-parallel",
+            "--pipeline-parallel-size",
+            "--pipeline-model-parallel-size",
+            "--pp-size",
+            "--target-pp",
+            "--target-pipeline-parallel-size",
+        ),
+        ("--pp",),
+    ),
+    **dict.fromkeys(
+        ("--expert-parallel-size", "--expert-model-parallel-size", "--target-expert-parallel-size"), ("--ep",)
+    ),
+    **dict.fromkeys(("--expert-tensor-parallel-size",), ("--etp",)),
+    **dict.fromkeys(("--virtual-pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"), ("--vpp",)),
+    **dict.fromkeys(("--stage", "--zero-stage"), ("--zero",)),
     **dict.fromkeys(("--by-layer", "--per-layer", "--layer", "--layers", "--group-by"), ("--by",)),
-    **dict.fromkeys(("--format", "--output-format", "--type", "--target-format", "--engine"), ("--to",)),
-    **dict.fromkeys(("--fp16", "--bf16", "--fp32", "--half", "--precision", "--torch-dtype"), ("--dtype",)),
-    **dict.fromkeys(("--threads", "--jobs", "-j", "--num-workers", "--processes"), ("--workers",)),
+    **dict.fromkeys(("--format", "--output-format", "--type", "--target-format", "--engine", "--saver"), ("--to",)),
+    **dict.fromkeys(
+        (
+            "--fp16",
+            "--bf16",
+            "--fp32",
+            "--half",
+            "--precision",
+            "--torch-dtype",
+            "--out-dtype",
+            "--target-params-dtype",
+        ),
+        ("--dtype",),
+    ),
+    **dict.fromkeys(
+        ("--threads", "--jobs", "-j", "--num-workers", "--processes", "--num-extract-workers", "--num-merge-workers"),
+        ("--workers",),
+    ),
     **dict.fromkeys(("--include", "--filter", "--match"), ("--only",)),
     **dict.fromkeys(("--exclude", "--ignore"), ("--skip",)),
     **dict.fromkeys(("--silent", "--no-progress"), ("--quiet",)),
-    **dict.fromkeys(("--dryrun", "--plan", "--simulate", "-n", "--what-if"), ("--dry-run",)),
-    **dict.fromkeys(("--max-shard-size", "--max-size"), ("--shard-size",)),
+    **dict.fromkeys(("--plan", "--simulate", "-n", "--what-if"), ("--dry-run",)),
+    **dict.fromkeys(("--max-shard-size", "--max-size", "--out-shard-size", "--split-max-size"), ("--shard-size",)),
     **dict.fromkeys(("--ram", "--max-memory", "--mem"), ("--memory",)),
     **dict.fromkeys(("--debug", "--traceback"), ("--verbose",)),
     **dict.fromkeys(("--output-json", "--format-json"), ("--json",)),
+    **dict.fromkeys(("--compressor", "--compression"), ("--codec",)),
+    **dict.fromkeys(("--no-sign-request", "--public"), ("--anonymous",)),
+    **dict.fromkeys(("--keep-last", "--keep-daily", "--save-total-limit", "--max-to-keep"), ("--keep",)),
+    **dict.fromkeys(("--max-depth",), ("--depth",)),
 }
 """Options of other tools, and those of ckpt that do this."""
 
@@ -88,14 +132,36 @@ def commands_like(word: str, commands: Collection[str]) -> list[str]:
     return meant or _close(word.lower(), commands)
 
 
-def options_like(word: str, options: Sequence[str]) -> list[str]:
+def options_like(word: str, options: Collection[str]) -> list[str]:
     """The options of a command that a word may have meant, at most three."""
-    word = word.partition("=")[0]
-    meant = [name for name in OPTIONS.get(word.lower(), ()) if name in options]
+    word = word.partition("=")[0].lower().replace("_", "-")
+    meant = [name for name in OPTIONS.get(word, ()) if name in options]
     return meant or _close(word, options)
 
 
 def _close(word: str, words: Collection[str]) -> list[str]:
-    from difflib import get_close_matches  # only a mistake needs it
+    """Those that a word begins, or, if there are none, those of least distance, with one mistake in three letters."""
+    word = word.lstrip("-")
+    begun = [name for name in words if len(word) > 2 and name.lstrip("-").startswith(word)]
+    if begun:
+        return begun[:3]
+    distances = {name: _distance(word, name.lstrip("-")) for name in words if name.lstrip("-")[1:]}
+    least = min(distances.values(), default=0)
+    return [name for name, distance in distances.items() if distance == least <= len(word) / 3 + 0.5][:3]
 
-    return get_close_matches(word, words, n=3)
+
+def _distance(one: str, other: str) -> int:
+    """How many letters to insert, remove, replace or swap with their neighbour (optimal string alignment).
+
+    Source: https://en.wikipedia.org/wiki/Damerau-Levenshtein_distance
+    """
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one):
+        last, before, row = before, row, [i + 1]
+        for j, target in enumerate(other):
+            least = min(before[j] + (letter != target), before[j + 1] + 1, row[j] + 1)
+            if i and j and letter == other[j - 1] and target == one[i - 1]:
+                least = min(least, last[j - 1] + 1)
+            row.append(least)
+    return row[-1]

@@ -165,6 +165,37 @@ def test_the_command_sets_the_collector_and_the_library_does_not() -> None:
     assert done.returncode == 0, done.stderr
 
 
+INTERRUPT = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+signal.signal(signal.SIGINT, {handler})
+sys.argv = ["ckpt", "inspect", {source!r}]
+from ckpt_cli.start import start
+start()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "handler", "code"),
+    [
+        ("click", "signal.default_int_handler", 130),
+        ("numpy._core._multiarray_umath", "signal.default_int_handler", 130),
+        ("ml_dtypes._ml_dtypes_ext", "signal.default_int_handler", 130),
+        ("click", "signal.SIG_IGN", 0),
+    ],
+)
+def test_ctrl_c_in_an_import_ends_in_silence_unless_the_parent_process_ignores_it(
+    module: str, handler: str, code: int
+) -> None:
+    source = str(SAMPLES / "universal-1-plain")
+    done = run_python(INTERRUPT.format(module=module, handler=handler, source=source))
+    assert (done.returncode, done.stderr, bool(done.stdout)) == (code, "", code == 0)
+
+
 def test_a_plan_from_options_imports_no_numpy(tmp_path: Path) -> None:
     run = ("--step", "0.8s", "--mtbf", "3h", "--stall", "20s", "--replay", "40ms")
     modules = imported_by(tmp_path, "plan", *run)
