@@ -371,6 +371,19 @@ def test_anonymous_requests_are_not_signed(user: StoreServer, monkeypatch: pytes
         assert not any(signed)
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "convert", "diff"])
+def test_a_command_makes_one_client_of_a_bucket(
+    command: str, user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls, from_url = [], obstore.store.from_url
+    monkeypatch.setattr(clients, "_CLIENTS", {})
+    monkeypatch.setattr(obstore.store, "from_url", lambda url, **more: urls.append(url) or from_url(url, **more))
+    url = f"s3://{BUCKET}/samples/{NAMES[0]}"
+    more = {"convert": [tmp_path / "out"], "diff": [SAMPLES / NAMES[0]]}.get(command, [])
+    assert ckpt(command, url, *more).code == 0
+    assert urls == [f"s3://{BUCKET}"]
+
+
 def test_an_account_of_azure_is_not_its_container() -> None:
     for anonymous in (False, True):
         config = clients.client_of("az://account/container", anonymous=anonymous).config

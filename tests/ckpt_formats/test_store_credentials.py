@@ -2,11 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import obstore
 import pytest
+from obstore.exceptions import BaseError
 from safetensors.numpy import save_file
 
 import ckpt as library
@@ -50,6 +53,13 @@ def key_of(store: LyingStore) -> str:
     return store.truth.seen[-1].headers["authorization"].partition("Credential=")[2].partition("/")[0]
 
 
+def key_by(store: LyingStore, client: Any) -> str:
+    """The access key with which a client signs."""
+    with suppress(OSError, BaseError):
+        obstore.head(client, "run/file.bin")
+    return key_of(store)
+
+
 def test_profile_gives_credentials_and_address(
     files: Callable[..., None], store: LyingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +97,23 @@ def test_keys_in_the_environment_count_before_the_files(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     assert source_path(f"s3://{BUCKET}/run/file.bin").read_bytes() == b"bytes"
     assert key_of(store) == KEY
+
+
+def test_a_changed_profile_gives_a_new_client(
+    files: Callable[..., None], store: LyingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    for key in (KEY, "other"):
+        files(
+            config=f"[default]\nendpoint_url = {store.server.endpoint}\n",
+            credentials=f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {SECRET}\n",
+        )
+        clients = [client_of(f"s3://{BUCKET}") for _ in range(2)]
+        assert clients[0] is clients[1]
+        assert client_of(f"s3://{BUCKET}", anonymous=True) is not clients[0]
+        seen += [clients[0], key_by(store, clients[0])]
+    assert seen[0] is not seen[2]
+    assert (seen[1], seen[3]) == (KEY, "other")
 
 
 @pytest.mark.parametrize("config", ["", "[default]\nregion = us-east-1\n"])

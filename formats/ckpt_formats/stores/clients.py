@@ -4,7 +4,7 @@ Profiles in files of Amazon's tools are read by Amazon's own library.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +22,11 @@ _CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
 _IN_ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
 _NAMES = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
 _FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+_GOOGLE_DEFAULT = "~/.config/gcloud/application_default_credentials.json"
+_GOOGLE_FILES = ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH")
+_CLIENTS: dict[Hashable, Any] = {}
+"""Those of this process, by all that they depend on."""
+_MAX_CLIENTS = 16
 _INSTALL = "Install it (pip install 'ckpt-suite[aws]'), or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
 _NO_CREDENTIALS = (
     "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or read a public bucket with --anonymous."
@@ -33,9 +38,39 @@ def client_of(
 ) -> Any:
     """The client of a bucket. Its credentials and its address come from the environment, as for the store's own tools.
 
+    To make one takes 15 ms, most of them for the certificates of the system, and each has connections of its own. So
+    a process has one for each bucket and set of options, until what credentials come from changes.
+
     `options`: those of `obstore` for HTTP, such as timeouts. `anonymous`: without credentials, for a public bucket.
     Raises `UnsupportedError` or `NotFoundError` if the environment names what there is not.
     """
+    sources = (tuple(os.environ.items()), tuple(map(_version, _credential_files())))
+    key = (os.getpid(), url, repr(dict(options)), anonymous, repr(retries), sources)
+    client = _CLIENTS.get(key)
+    if client is None:
+        client = _new_client(url, options, anonymous, retries)
+        if len(_CLIENTS) >= _MAX_CLIENTS:
+            _CLIENTS.clear()
+        _CLIENTS[key] = client  # threads that come at once make one each; no lock, which a fork could leave locked
+    return client
+
+
+def _credential_files() -> Iterator[str]:
+    """The files that credentials may come from. A client reads them once, when it is made."""
+    yield from (os.environ.get(name, default) for name, default in _FILES.items())
+    yield from (os.environ.get(name, _GOOGLE_DEFAULT) for name in _GOOGLE_FILES)
+
+
+def _version(path: str) -> tuple[int, int, int] | None:
+    """What changes if a file is written or replaced; None if there is none."""
+    try:
+        now = os.stat(os.path.expanduser(path))
+    except OSError:
+        return None
+    return now.st_ino, now.st_size, now.st_mtime_ns
+
+
+def _new_client(url: str, options: Mapping[str, Any], anonymous: bool, retries: Any) -> Any:
     scheme, _, place = url.partition("://")
     config = {"s3": _s3, "gs": _google, "az": _azure}[scheme](place, anonymous)
     if anonymous:
