@@ -85,7 +85,7 @@ def _follow(shadow: Shadow, as_json: bool) -> None:
     def report(event: ShadowEvent) -> None:
         if as_json:
             print_event(_to_json(event))
-        elif event.kind in ("base", "failed base"):
+        elif event.base is not None or event.error is not None:
             line.end()
             say(_text(event))
         else:
@@ -148,7 +148,8 @@ def status_text(status: ShadowStatus) -> str:
     verified = "" if status.verified is None else f", equal to the run's fingerprint of step {status.verified}"
     rate = f", {status.rate / 1e6:,.0f} Mparam/s" if status.steps else ""
     lag = f", about {status.lag_steps} steps behind" if status.lag_steps else ""
-    return f"step {status.step}{lag}: {format_nbytes(status.nbytes)} in memory{rate}{verified}"
+    damage = "" if status.damage is None else ", and the log is damaged after it"
+    return f"step {status.step}{lag}{damage}: {format_nbytes(status.nbytes)} in memory{rate}{verified}"
 
 
 def status_json(status: ShadowStatus) -> dict[str, Any]:
@@ -172,6 +173,8 @@ def _text(event: ShadowEvent) -> str:
         return (
             f"base: step {event.base.step}, {format_nbytes(event.base.stored_nbytes)}, equal to the run's fingerprint"
         )
+    if event.kind == "damaged":
+        return bounded(f"no step after {event.status.step}: {event.error}")
     return bounded(f"no base at step {event.status.step}: {event.error}")
 
 

@@ -23,6 +23,7 @@ from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundErro
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import ChainIndex
 from ckpt_formats.universal.gradients.record import HEAD, Kind, scan
 from ckpt_formats.universal.gradients.segment import open_layout, open_segment, rank_file
 from damage import SAMPLES, ckpt
@@ -128,17 +129,44 @@ def test_a_state_that_differs_from_the_run_is_never_shown(tmp_path: Path) -> Non
     assert ckpt("shadow", tmp_path / "run.chain", "--once").code == 20
 
 
-def test_damage_in_the_log_ends_the_steps_before_it(run: Path) -> None:
-    path = run / "gradients-0000000000" / rank_file(1)
-    content = bytearray(path.read_bytes())
-    content[open_segment(path.parent).updates[1][6][0].record.begin] ^= 1  # of step 7
+@pytest.mark.parametrize(("rank", "kind"), [(1, Kind.GRADIENTS), (0, Kind.NOTES)])
+def test_damage_in_the_log_ends_the_steps_before_it_and_is_named_until_a_repair(
+    rank: int, kind: Kind, run: Path
+) -> None:
+    path = run / "gradients-0000000000" / rank_file(rank)
+    whole = path.read_bytes()
+    content = bytearray(whole)
+    content[next(one.begin for one in open_segment(path.parent).records(rank, kind) if one.step == 7)] ^= 1
     path.write_bytes(content)
     assert (last := restored_last(run)) == 6
-    shadow = Shadow(run, resources=ONE)
+    damage = f"steps 7 to 12 cannot be restored: {path.name}: the directory of a record is damaged"
+    shadow, events, stop = Shadow(run, resources=ONE), list[ShadowEvent](), threading.Event()
     assert settle(shadow)[-1] == (last, bits(restored(run, last)))
-    assert shadow.status.waiting is not None
     done = ckpt("shadow", run, "--once")
-    assert f"step {last}" in done.out, done
+    assert (done.code, damage in done.err, "`ckpt repair`" in done.err) == (20, True, True), done
+
+    def report(event: ShadowEvent) -> None:
+        events.append(event)
+        if event.kind == "damaged":
+            path.write_bytes(whole)
+        if event.status.step == 12:
+            stop.set()
+
+    follow(shadow, report, stop)
+    assert [event.status.damage for event in events if event.kind == "damaged"] == [damage]
+    assert (shadow.step, shadow.status.damage) == (12, None)
+
+
+def test_log_that_is_shorter_than_the_chain_states_is_damaged_for_a_shadow(run: Path) -> None:
+    logged = chain_file.load(run / chain_file.NAME).segments[0]
+    (run / chain_file.NAME).write_bytes(chain_file.dump(ChainIndex((), (replace(logged, step=12),))))
+    path = run / logged.folder / rank_file(0)
+    record = next(one for one in open_segment(path.parent).records(0, Kind.GRADIENTS) if one.step == 9)
+    path.write_bytes(path.read_bytes()[: record.begin - HEAD.size])
+    shadow = Shadow(run, resources=ONE)
+    assert settle(shadow)[-1][0] == 8
+    assert shadow.poll() == 0
+    assert str(shadow.status.damage).startswith("steps 9 to 12 cannot be restored")
 
 
 def restored_last(run: Path) -> int:

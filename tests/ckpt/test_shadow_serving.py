@@ -463,7 +463,7 @@ def test_damage_on_the_way_ends_the_steps_before_it(run: Path, tmp_path: Path, m
         for _ in range(50):
             shadow.poll()
         assert shadow.step == files.step
-        assert shadow.status.waiting is not None
+        assert shadow.status.damage == files.status.damage is not None
     assert states[files.step] == bits(restored(run, files.step))
 
 

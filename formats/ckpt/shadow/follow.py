@@ -24,13 +24,13 @@ class ShadowEvent:
 
     Attributes:
         kind: `steps`: some were applied; `waiting`: there are no more now; `base`: one was added to the chain;
-            `failed base`: it could not be.
+            `failed base`: it could not be; `damaged`: records of the log are, so no further step can be applied.
         status: Where the shadow is then.
         base: The new member.
-        error: Why there is no new member.
+        error: Why there is no new member, or which steps cannot be applied.
     """
 
-    kind: Literal["steps", "waiting", "base", "failed base"]
+    kind: Literal["steps", "waiting", "base", "failed base", "damaged"]
     status: ShadowStatus
     base: Member | None = None
     error: CkptError | None = None
@@ -42,10 +42,10 @@ Report = Callable[[ShadowEvent], None]
 def follow(shadow: Shadow, report: Report, stop: threading.Event, *, once: bool = False) -> None:
     """Follow the log until `stop` is set; with `once`, up to the last step that all ranks have now.
 
-    Waits for a log whose start is not complete yet; with `once`, raises `IncompleteError` for it. Raises as
-    `Shadow.poll`.
+    Waits for a log whose start is not complete yet, and for one with damaged records, which may be repaired; with
+    `once`, raises `IncompleteError` and `CorruptError` for them. Raises as `Shadow.poll`.
     """
-    pause, waits = _SHORTEST, False
+    pause, waits, damage = _SHORTEST, False, None
     while not stop.is_set():
         steps = shadow.poll()
         if shadow.base_due:
@@ -56,12 +56,17 @@ def follow(shadow: Shadow, report: Report, stop: threading.Event, *, once: bool 
                 report(ShadowEvent("steps", shadow.status))
             continue
         if once:
+            if shadow.damage is not None:
+                raise shadow.damage
             if shadow.step is None:
                 raise IncompleteError("the start of the log is not complete", where=shadow.path)
             return
         if not waits:
             report(ShadowEvent("waiting", shadow.status))
             waits = True
+        if shadow.damage is not None and shadow.damage.what != damage:
+            damage = shadow.damage.what
+            report(ShadowEvent("damaged", shadow.status, error=shadow.damage))
         stop.wait(pause)
         pause = min(2 * pause, _LONGEST)
 

@@ -14,7 +14,13 @@ from ckpt.shadow.described import PartOfState
 from ckpt.shadow.turns import Turns
 from ckpt_formats.core.arguments import StrPath
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, NotFoundError, UnsupportedError
+from ckpt_formats.core.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnsupportedError,
+)
 from ckpt_formats.stores.location import local_path
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.chain_file import ChainIndex, LoggedSteps, Member
@@ -52,6 +58,7 @@ class ShadowStatus:
         steps: The number of steps that were applied since the shadow began.
         seconds: The time that these took.
         waiting: Why the next bytes of a file are not a complete record; mostly they are still being written.
+        damage: Which later steps of the log cannot be applied, because records are damaged; None: none are known.
     """
 
     step: int | None
@@ -64,6 +71,7 @@ class ShadowStatus:
     steps: int
     seconds: float
     waiting: str | None
+    damage: str | None
 
     @property
     def rate(self) -> float:
@@ -108,6 +116,8 @@ class Shadow:
         self.base_every = base_every
         self.has_more = False
         """Is it worth calling `poll` again without waiting?"""
+        self.damage: CorruptError | None = None
+        """Why no further step can be applied: records of the log are damaged. A repair of the log ends this."""
         self._last_base = 0
         self._holds: list[int] = []
         self._turns = Turns()
@@ -159,6 +169,7 @@ class Shadow:
     def _poll(self, upto: int | None) -> int:
         state, self.has_more = self._state, False
         if state is None:
+            self.damage = None
             self._open()
             self.has_more = self._state is not None
             return 0
@@ -172,14 +183,23 @@ class Shadow:
         limits = [one for one in (last, self._limit, upto, self._stop(state, last)) if one is not None]
         step = max(state.step, min(*limits, *self._holds, state.step + self._band(state)))
         if step > state.step or step in state.tail.fingerprints():
-            self.has_more = True
+            self.has_more, self.damage = True, None
             return self._advance(state, step)
         changed = self._list_changed()
         if changed or (self._has_next and state.step == self._limit):
             self._follow_list(state)
             is_later = changed and self._limit is not None and state.step < self._limit
             self.has_more = self._state is not state or is_later
+        elif upto is None and not self._holds:
+            self.damage = self._damage(state, self._limit)
         return 0
+
+    def _damage(self, state: HeldState, limit: int | None) -> CorruptError | None:
+        """Why a segment has no further steps; None if it may grow. `limit`: the last one that the chain states."""
+        damage = state.tail.damage(limit, is_complete=self.mirror is None)
+        if damage is not None:
+            damage.hint = "`ckpt verify` names all damage of the chain, and `ckpt repair` repairs what has parity."
+        return damage
 
     @property
     def base_due(self) -> bool:
@@ -253,9 +273,9 @@ class Shadow:
     @property
     def status(self) -> ShadowStatus:
         """Where the shadow is."""
-        state = self._state
+        state, damage = self._state, None if self.damage is None else self.damage.what
         if state is None:
-            return ShadowStatus(None, None, None, 0, 0, 0, 0, 0, 0.0, None)
+            return ShadowStatus(None, None, None, 0, 0, 0, 0, 0, 0.0, None, damage)
         tail = state.tail
         elsewhere = 0 if self.mirror is None else self.mirror.lag_nbytes
         lag = elsewhere + max(0, _files_nbytes(tail.folder, len(tail.layout.ranks)) - tail.applied_nbytes)
@@ -266,7 +286,7 @@ class Shadow:
             waiting = f"no connection: {self.mirror.broken}"
         return ShadowStatus(
             *(state.step, state.verified, tail.folder.name, state.numel, state.nbytes, lag, lag_steps),
-            *(self._steps, self._seconds, waiting),
+            *(self._steps, self._seconds, waiting, damage),
         )
 
     def _band(self, state: HeldState) -> int:
@@ -327,6 +347,7 @@ class Shadow:
                 state = HeldState(self.path / logged.folder, base, self.part)
                 if state.find_start(_BAND):
                     return state
+                self.damage = self.damage or self._damage(state, logged.step)
         except IncompleteError:
             pass  # a rank has no file yet
         return None

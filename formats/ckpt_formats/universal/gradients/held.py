@@ -31,6 +31,7 @@ from ckpt_formats.universal.gradients.record import (
     Kind,
     LogRecord,
     RankLog,
+    damage_after,
     hash_values,
     scan_after,
     with_one_nan,
@@ -97,6 +98,8 @@ class SegmentTail:
         self._applied: list[list[LogRecord]] = [[] for _ in ranks]
         self._states: list[list[LogRecord]] = [[] for _ in ranks]
         self._started, self._ended = [False for _ in ranks], [False for _ in ranks]
+        self._searched = [(0, 0) for _ in ranks]
+        """Where damage was looked for in each file: the end of its complete records, and its size."""
 
     @property
     def has_start(self) -> bool:
@@ -128,14 +131,33 @@ class SegmentTail:
             while sum(1 for _ in self.window().steps(rank)) < max_steps:
                 # As many again as there are: else a step of many records is gone through once for a few of them.
                 log = scan_after(self._logs[rank], head, self.start, max(_RECORDS, len(self._pending[rank])))
-                self._logs[rank] = replace(log, records=())
+                damaged = None if log.records or log.torn is None else self._logs[rank].damaged
+                self._logs[rank] = replace(log, records=(), damaged=damaged)
                 if not log.records:
+                    self._find_damage(rank)
                     break
                 self._pending[rank] += log.records
                 if len(self._pending[rank]) > _MAX_PENDING:
                     raise CorruptError(f"step {self.step + 1} has too many records", where=log.path)
         self._keep_other_records()
         return self.window().last
+
+    def damage(self, limit: int | None, *, is_complete: bool) -> CorruptError | None:
+        """The error for damaged records after the last ones that were read; None if there are none.
+
+        `limit`: the last step, if the chain states one; `is_complete`: then no file of the segment is to grow.
+        """
+        if limit is not None and is_complete:
+            return replace(self.window(), limit=limit).damage
+        return self.window().damage if any(log.damaged is not None for log in self._logs) else None
+
+    def _find_damage(self, rank: int) -> None:
+        """Look whether what is after the last complete record is damaged: all of it, once after the file grew."""
+        log = self._logs[rank]
+        searched = (log.end, _nbytes(log.path))
+        if log.torn is not None and searched != self._searched[rank]:
+            damaged = damage_after(log, self._heads[rank], self.step, self._pending[rank])
+            self._logs[rank], self._searched[rank] = replace(log, damaged=damaged), searched
 
     def window(self) -> Segment:
         """The steps after `step` that were read."""
@@ -225,6 +247,13 @@ class SegmentTail:
         self._applied = [
             without_old_random_states(_without_old_values(_without_old_buffers(records))) for records in self._applied
         ]
+
+
+def _nbytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # who reads it raises the error
 
 
 def _is_pending(record: LogRecord, step: int) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from struct import Struct
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -66,8 +66,12 @@ KINDS = frozenset(Kind)
 _MAX_SHARED = 1 << 12
 """The maximum number of parts of texts that are remembered while records are read."""
 _NO_HEAD = "its head is not written yet"
+_ENDS_IN_HEAD, _ENDS_IN_RECORD = "it ends inside the head of a record", "it ends inside a record"
+_GROWS = frozenset((_NO_HEAD, _ENDS_IN_HEAD, _ENDS_IN_RECORD))
+"""Why bytes are not a complete record that are whole as far as they are there."""
 _WINDOW = 1 << 20
 _MAGIC_NUMBER = int.from_bytes(RECORD_MAGIC, "little")
+_Found = TypeVar("_Found")
 LARGE = ("notes", "fields")
 """The fields of a record's text that are read again when needed, and not kept in memory for thousands of steps."""
 
@@ -228,7 +232,21 @@ def scan_after(log: RankLog, head: FileHead, check_from: int, max_records: int) 
     return _with_file(log.path, head, lambda file: _scan_after(log, file, head, check_from, max_records))
 
 
-def _with_file(path: Path, head: FileHead, scan_file: Callable[[OpenFile], RankLog]) -> RankLog:
+def damage_after(log: RankLog, head: FileHead, step: int, records: Sequence[LogRecord]) -> DamagedSteps | None:
+    """The steps that need the bytes after the complete records of a file that grows, if later records prove them.
+
+    `records`: those of later steps than `step` that were read. Reads all bytes after `log.end` if they are not the
+    start of a record. Raises as `scan`.
+    """
+    if log.torn is None or log.torn in _GROWS:
+        return None
+    end, previous = log.end, log.last_hash
+    return _with_file(
+        log.path, head, lambda file: _damaged_steps(file, end, file.status.st_size, step, records, previous)
+    )
+
+
+def _with_file(path: Path, head: FileHead, scan_file: Callable[[OpenFile], _Found]) -> _Found:
     try:
         with closing(open_file(path)) as file:
             return scan_file(file)
@@ -398,7 +416,7 @@ def _next(file: OpenFile, at: int, nbytes: int, previous: int | None, known: dic
     """The record at `at`, which follows the one whose head has the hash `previous`; None: any one."""
     raw = file.read(at, HEAD.size)
     if len(raw) < HEAD.size:
-        raise _TornRecord("it ends inside the head of a record")
+        raise _TornRecord(_ENDS_IN_HEAD)
     magic, kind, flags, step, meta_nbytes, count, body_nbytes, index, body, before, own_hash = HEAD.unpack(raw)
     if magic != RECORD_MAGIC or _hash(raw[:56]) != own_hash or flags or kind not in KINDS:
         raise _TornRecord("the head of a record is damaged")
@@ -406,7 +424,7 @@ def _next(file: OpenFile, at: int, nbytes: int, previous: int | None, known: dic
         raise _TornRecord("a record does not follow the one before it")
     directory_nbytes, begin = count * ENTRY.itemsize, at + HEAD.size
     if meta_nbytes > MAX_LIST or begin + meta_nbytes + directory_nbytes + body_nbytes > nbytes:
-        raise _TornRecord("it ends inside a record")
+        raise _TornRecord(_ENDS_IN_RECORD)
     content = file.read(begin, meta_nbytes + directory_nbytes)
     if _hash(content) != index:
         raise _TornRecord("the directory of a record is damaged")
