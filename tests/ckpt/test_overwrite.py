@@ -1,5 +1,6 @@
 """A target is replaced only when the new checkpoint is whole, and a kill leaves the old or the new one."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -65,6 +66,33 @@ def test_overwrite_removes_the_checksums_and_the_parity_of_the_old_file(tmp_path
     assert not (tmp_path / "out.safetensors.ckpt-seal").exists()
     assert command("repair", target).code == NOT_FOUND  # it would set back what fits no hash of the old file
     assert value_of(target) == 2.0
+
+
+@pytest.mark.slow
+def test_kills_leave_the_old_file_with_its_checksums_and_parity_or_the_new_one_without(tmp_path: Path) -> None:
+    old, new, place = source(tmp_path, 1.0), source(tmp_path, 2.0), tmp_path / "place"
+    target = place / "out.safetensors"
+    work = partial(ckpt.save, ckpt.open(new), target, overwrite=True)
+
+    def begin() -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        ckpt.save(ckpt.open(old), target)
+        ckpt.seal(target)
+        ckpt.protect(target, 1)
+
+    begin()
+    whole, values, count = names(place), set(), points(work, place)
+    for point in range(count - 9, count):
+        begin()
+        assert killed(work, place, point)
+        value, repaired = value_of(target), command("repair", target).code
+        assert command("verify", target).code == 0
+        assert repaired == 0 if value == 1.0 else repaired in (NOT_FOUND, OUTPUT), point
+        ckpt.clean(target)
+        assert names(place) == (whole if value == 1.0 else {target.name}), point
+        values.add(value)
+    assert values == {1.0, 2.0}
 
 
 def test_convert_and_copy_write_nothing_beside_the_seal_or_the_parity_of_a_file_that_is_gone(tmp_path: Path) -> None:

@@ -171,6 +171,15 @@ def test_prune_leaves_what_the_parity_of_the_run_needs(tmp_path: Path) -> None:
     assert not ckpt.repair(tmp_path).damaged
 
 
+def test_prune_leaves_a_checkpoint_whose_name_is_too_long_and_removes_the_others(tmp_path: Path) -> None:
+    long = f"step-{2:0240}"
+    for number, name in enumerate(("step-1", long, "step-3", "step-4")):
+        model(tmp_path / name, number, NOON + number)
+    result = ckpt.runs.prune(tmp_path, "last:1")
+    assert (names(result.removed), names(result.retained)) == (["step-3", "step-1"], ["step-4", long])
+    assert result.retained[1].reason == "its name is too long to be removed at once"
+
+
 def test_prune_removes_single_files_of_a_run(tmp_path: Path, server: StoreServer, user: object) -> None:
     for step in (10, 20, 30):
         path = tmp_path / f"epoch=0-step={step}.safetensors"

@@ -9,11 +9,10 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ckpt.pipeline.removal import delete, delete_beside, replacement_path
+from ckpt.pipeline.removal import replace_file_or_folder, replacement_path
 from ckpt.pipeline.target import inside
 from ckpt_formats.core.errors import CkptError, OutputError, UnsupportedError
 from ckpt_formats.core.locking import unwritable
-from ckpt_formats.core.publish import exchange, flush
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.registry.location import checkpoints_in, detect
 
@@ -61,9 +60,6 @@ def replace_target(target: Path) -> None:
     """Let what was written beside a target take its name, and delete what had it before. Raises `OutputError`."""
     new = replacement_path(target)
     try:
-        delete_beside(target)  # what is there is of the old one
-        exchange(new, target)
-        flush(target.parent)
-        delete(new)
+        replace_file_or_folder(new, target)
     except OSError as error:
         raise unwritable(error, target) from error

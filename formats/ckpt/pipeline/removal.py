@@ -16,10 +16,10 @@ from ckpt.pipeline.job_note import JobNote
 from ckpt.pipeline.target import JOB, LEASE, PUBLISHED
 from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import OutputError
-from ckpt_formats.core.folders import entries_of, parity_of_file
+from ckpt_formats.core.folders import entries_of, is_beside_new, parity_of_file, replaced_file
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.place import Place
-from ckpt_formats.core.publish import flush, rename_new
+from ckpt_formats.core.publish import exchange, flush, rename_new
 from ckpt_formats.core.store_path import StorePath, is_remote
 from ckpt_formats.core.text import NEW, REMOVED, STAGED
 from ckpt_formats.registry.listed import is_mark
@@ -48,6 +48,13 @@ def remove_checkpoint(path: Path) -> None:
         raise unwritable(error, path) from error
 
 
+def is_removable(path: Path) -> bool:
+    """Has a checkpoint a name to which the suffix of its removal can be added?"""
+    if is_remote(path):
+        return True
+    return len(os.fsencode(set_aside_path(path).name)) <= os.pathconf(path.parent, "PC_NAME_MAX")
+
+
 def set_aside_path(path: Path) -> Path:
     """Where a checkpoint is while it is removed."""
     return path.with_name(f".{path.name}{REMOVED}")
@@ -74,6 +81,7 @@ def finish_removal(path: Path) -> tuple[int, int]:
         files = nbytes = 0
         if os.path.lexists(set_aside_path(path)) and not os.path.lexists(path):
             delete_beside(path)
+        _settle(path)
         for left in (set_aside_path(path), replacement_path(path)):
             own = [left] if left.is_file() else [one for one in left.rglob("*") if one.is_file()]
             files, nbytes = files + len(own), nbytes + sum(one.lstat().st_size for one in own)
@@ -105,8 +113,40 @@ def delete_beside(path: Path) -> None:
 
     Another file of this name would be called damaged because of them, and a repair would set it back.
     """
-    for own in (place_of_file(path), parity_of_file(path)):
+    for own in _beside(path):
         delete(own)
+
+
+def replace_file_or_folder(new: Path, path: Path) -> None:
+    """Exchange a checkpoint with a new one, and delete it, with what lies beside it if it is a single file.
+
+    The old file keeps that until the new one has its name. In between, a second name of the old one, which is no longer
+    that at `path`, tells everybody that what lies beside the new one is not of it (`is_beside_new`). Raises `OSError`.
+    """
+    _settle(path)
+    old = replaced_file(path)
+    if any(map(os.path.lexists, _beside(path))):
+        try:
+            os.link(path, old, follow_symlinks=False)
+        except OSError:
+            delete_beside(path)  # without links: a kill leaves the old file alone
+        flush(path.parent)
+    exchange(new, path)
+    flush(path.parent)
+    _settle(path)
+    delete(new)
+
+
+def _settle(path: Path) -> None:
+    """Finish the replacement of a file, if one was interrupted."""
+    if is_beside_new(path):
+        delete_beside(path)
+        flush(path.parent)
+    delete(replaced_file(path))
+
+
+def _beside(path: Path) -> tuple[Path, Path]:
+    return place_of_file(path), parity_of_file(path)
 
 
 def _remove_from_store(path: StorePath) -> None:

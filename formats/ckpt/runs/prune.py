@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ckpt.pipeline.removal import finish_removals, remove_checkpoint
+from ckpt.pipeline.removal import finish_removals, is_removable, remove_checkpoint
 from ckpt.runs.keep import SavedStep, kept_by, parse_keep
 from ckpt_formats.core.arguments import Range, StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -161,6 +161,8 @@ def prune_stored(
             reason = "the parity of the run needs it"
         if reason is None and not one.problem and not is_stored(one.path, one.step, one.modified):
             reason = "not stored elsewhere yet"
+        if reason is None and not is_removable(one.path):
+            reason = "its name is too long to be removed at once"
         if one.problem and (reason is not None or not incomplete):
             broken.append(one.described(one.problem))
         elif reason is not None:

@@ -2,13 +2,14 @@
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_formats.core.errors import CkptError, NotFoundError, UnsafeError
+from ckpt_formats.core.errors import CkptError, NotFoundError, OutputError, UnsafeError
 from ckpt_formats.core.store_path import FolderEntry, is_remote
-from ckpt_formats.core.text import PARTIAL, STAGED, printable
+from ckpt_formats.core.text import PARTIAL, REPLACED, STAGED, printable
 
 MAX_ENTRIES = 200_000
 """Limit of the entries of a folder that are read."""
@@ -51,6 +52,32 @@ def hidden_name(name: str, ending: str) -> str:
 def parity_of_file(file: Path) -> Path:
     """The folder with the parity of a single file, whether the file is there or not."""
     return file.parent / hidden_name(file.name, PARITY)
+
+
+def replaced_file(file: Path) -> Path:
+    """A second name of a file that another one is about to replace, because its seal file or parity lies beside it."""
+    return file.parent / hidden_name(file.name, REPLACED)
+
+
+def is_beside_new(file: Path) -> bool:
+    """Has a file been replaced by a job that was killed before it removed what lies beside the old one?"""
+    if is_remote(file):
+        return False
+    try:
+        old, new = replaced_file(file).lstat(), file.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(old.st_mode) and not os.path.samestat(old, new)
+
+
+def check_none_beside_new(file: Path) -> None:
+    """Raise `OutputError` if what lies beside a file is of another one, so that nothing may be added to it."""
+    if is_beside_new(file):
+        raise OutputError(
+            "replaced another file whose checksums or parity are still beside it, because a job was killed",
+            where=file,
+            hint=f"Remove them with `ckpt clean {printable(str(file))}`.",
+        )
 
 
 def entries_of(path: Path) -> Iterator[FolderEntry]:

@@ -17,6 +17,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 _HINTS = {
     errno.EACCES: "Check the permissions of the file and its folder, or write elsewhere.",
     errno.EPERM: "Check the permissions of the file and its folder, or write elsewhere.",
+    errno.ENAMETOOLONG: "Choose a shorter name: ckpt writes hidden files with up to 50 bytes more beside it.",
     errno.EROFS: "The file system is read-only: write elsewhere.",
 }
 """What helps if a target cannot be written, by the number of the system's error."""

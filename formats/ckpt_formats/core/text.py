@@ -11,6 +11,9 @@ PARTIAL = ".ckpt-partial"
 REMOVED = ".ckpt-removed"
 """The suffix of a checkpoint that is being removed."""
 
+REPLACED = ".ckpt-replaced"
+"""The suffix of a second name of a file that is being replaced."""
+
 NEW = ".ckpt-new."
 """The beginning of the name of a checkpoint that will replace another one."""
 

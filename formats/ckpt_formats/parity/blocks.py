@@ -14,7 +14,7 @@ from ckpt_codecs.base import Array
 from ckpt_codecs.native.parity import add_products
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import Reader, unreadable
-from ckpt_formats.core.folders import PARITY, hidden_name, parity_of_file
+from ckpt_formats.core.folders import PARITY, check_none_beside_new, hidden_name, is_beside_new, parity_of_file
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.store_path import StoreError, is_remote, request
 from ckpt_formats.core.text import printable
@@ -147,8 +147,9 @@ def find_parity(path: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
     elsewhere is not followed: a checkpoint of a stranger would choose what is read and written.
 
     Raises `NotFoundError` if there is no copy, `CorruptError` if none is whole and damaged ones together do not give
-    one either, or if it is that of another file.
+    one either, or if it is that of another file, `OutputError` if that was replaced.
     """
+    check_none_beside_new(path)
     base = parity_folder(path)
     root, file = (path, None) if base.parent == path else (path.parent, path.name)
     errors = list[CkptError]()
@@ -187,7 +188,7 @@ def _places_now(base: Path, elsewhere: Sequence[Path], parities: int) -> tuple[P
 
 def has_parity(path: Path) -> bool:
     """Whether a folder, or a file, has parity of its own, whole or not."""
-    return parity_folder(path).is_dir()
+    return parity_folder(path).is_dir() and not is_beside_new(path)
 
 
 def protected_folders(root: Path) -> list[Path]:
