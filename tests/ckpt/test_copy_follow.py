@@ -24,7 +24,7 @@ from ckpt_formats.stores.joined import joined, part_name, parts_of
 from ckpt_formats.stores.location import source_path
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.states import open_steps
-from damage import SAMPLES, ckpt
+from damage import OUTPUT, SAMPLES, ckpt
 from held import states
 from object_stores import BUCKET, StoreServer
 
@@ -180,6 +180,30 @@ def test_copy_follows_a_chain_that_is_compacted_twice_between_two_looks(user: St
     with pytest.raises(OutputError, match="has other bytes than the chain"):
         library.follow_copy(run, THERE, every=0.01, stop=stop, on_update=rewrite)
     assert len(looks) == 2
+
+
+@pytest.mark.slow
+def test_update_of_a_copy_says_how_to_go_on_after_the_chain_was_cut_back_and_went_on(
+    user: StoreServer, tmp_path: Path
+) -> None:
+    run, before, after = tmp_path / "run.chain", list(states(4, 100)), list(states(4, 7))
+    for state in before:
+        library.Chain(run).append(state)
+    library.update_copy(run, THERE)
+    opened = library.Chain(THERE)[3]
+    assert ckpt("compact", run, "--upto", 2).code == 0
+    for state in after[2:]:
+        library.Chain(run).append(state)
+    refused = ckpt("copy", run, THERE, "--update")
+    advice = f"ckpt compact {THERE} --upto 2"
+    assert (refused.code, "step-0000000003" in refused.err, advice in refused.err) == (OUTPUT, True, True), refused
+    assert list(library.Chain(THERE)) == [1, 2, 3, 4]
+    assert ckpt(*advice.split()[1:]).code == 0
+    assert ckpt("copy", run, THERE, "--update").code == 0
+    assert ckpt("diff", THERE, run).code == 0
+    tensor = next(iter(opened.parameters.values())).weight
+    with pytest.raises(CkptError):  # of the old step 3, whose folder has the same name
+        tensor[...]
 
 
 def test_another_chain_is_not_touched(user: StoreServer, run: Path, tmp_path: Path) -> None:

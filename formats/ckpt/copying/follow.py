@@ -7,7 +7,7 @@ since the last time, up to its last complete record.
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -28,6 +28,7 @@ from ckpt_formats.core.folders import below
 from ckpt_formats.core.identity import Identity
 from ckpt_formats.core.place import ObjectEntry
 from ckpt_formats.core.store_path import is_remote
+from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.registry.listed import is_mark
 from ckpt_formats.stores.bucket import part_nbytes
 from ckpt_formats.stores.e_tags import RunningTag
@@ -44,6 +45,10 @@ PART_NBYTES = 64 << 20
 _BLOCK = 1 << 20
 _PARTS_AT_ONCE = 8
 _HINT = "Choose another target, or remove it first."
+_HINT_OF_CUT = (
+    "If the chain was cut back and has gone on since, cut the copy back, too, and run this again: "
+    "`ckpt compact {} --upto {}`. Otherwise choose another target."
+)
 
 
 @dataclass(frozen=True)
@@ -166,13 +171,16 @@ class _ChainCopy:
         copied = self.change.chain
         if copied is None:
             return
-        contents = {one.folder: one.content for one in chain.members}
-        contents |= {one.folder: f"{one.run} {one.first}" for one in chain.segments}
-        there = {one.folder: one.content for one in copied.members}
-        there |= {one.folder: f"{one.run} {one.first}" for one in copied.segments}
+        contents, there = _contents(chain), _contents(copied)
         common = there.keys() & contents.keys()
-        if not common or any(there[name] != contents[name] for name in common):
+        others = {name for name in common if there[name] != contents[name]}
+        if not common or others == common:
             raise OutputError("there is another chain", where=self.change.run, hint=_HINT)
+        if others:
+            step = _last_common(copied, common - others, others)
+            hint = _HINT if step is None else _HINT_OF_CUT.format(printable(str(self.change.run)), step)
+            what = f"its {list_names(sorted(others), str, 1)} is another one than that of the chain"
+            raise OutputError(what, where=self.change.run, hint=hint)
 
     def _put_segment(self, run: Path, logged: LoggedSteps, there: dict[str, ObjectEntry]) -> int | None:
         """Put what is new of a segment of the log. Returns its last step; None if a rank has written nothing yet."""
@@ -256,6 +264,21 @@ def _copy_of(target: StrPath, resources: Execution) -> Iterator[_ChainCopy]:
         )
     with change(path, resources, create=True, families=True) as changed:
         yield _ChainCopy(changed)
+
+
+def _contents(chain: ChainIndex) -> dict[str, str]:
+    """What tells the folders of two chains apart, by their names."""
+    members = {one.folder: one.content for one in chain.members}
+    return members | {one.folder: f"{one.run} {one.first}" for one in chain.segments}
+
+
+def _last_common(copied: ChainIndex, same: Set[str], others: Set[str]) -> int | None:
+    """The last step of a copy before folders that are `others` there than in its chain; None if it has none."""
+    ends = [one.step - 1 for one in copied.members if one.folder in others]
+    ends += [one.first for one in copied.segments if one.folder in others]
+    steps = [one.step for one in copied.members if one.folder in same and one.step <= min(ends)]
+    steps += [min(one.step, *ends) for one in copied.segments if one.folder in same and one.step is not None]
+    return max(steps, default=None)
 
 
 def _folders(chain: ChainIndex) -> set[str]:
