@@ -40,8 +40,8 @@ def begin(run: Path, draft: SegmentLayout, *, replaces: bool = False) -> NewSegm
 
     `replaces`: the segment before it does not have the state at the first step of this one.
     Removes folders that remain from recorders that were killed. The caller must call `publish` or `abandon` next.
-    Raises `UnsupportedError` if the chain has later steps, `LockedError` if another run records into it, and
-    `OutputError`.
+    Raises `UnsupportedError` if the chain has later steps, `IncompleteError` if it lacks a file of the last ones,
+    `LockedError` if another run records into it, and `OutputError`.
     """
     _wait_for_others(run)
     with change(run, Execution(), create=True, wait=_DRAIN_SECONDS) as changed:
@@ -106,7 +106,7 @@ def _write_layout(path: Path, layout: SegmentLayout) -> int:
 def _close_last_segment(run: Path, chain: ChainIndex, first: int, replaces: bool = False) -> ChainIndex:
     """The chain, in which the last segment states its last step: before `first`, if the next one replaces that state.
 
-    Raises `UnsupportedError` if there are later steps.
+    Raises `UnsupportedError` if there are later steps, `IncompleteError` if a file of the segment is missing.
     """
     last = max((member.step for member in chain.members), default=first)
     segments = chain.segments
@@ -117,8 +117,12 @@ def _close_last_segment(run: Path, chain: ChainIndex, first: int, replaces: bool
             return _close_last_segment(run, replace(chain, segments=segments[:-1]), first)
         try:
             end = states.open_steps(run, segments[-1]).last_recorded  # damaged steps stay: the list names them
-        except IncompleteError:
-            end = segments[-1].first  # a rank has written nothing
+        except IncompleteError as error:  # each rank had flushed its start before the list named the segment
+            raise IncompleteError(
+                f"the steps that were recorded last cannot be read: {error.what}",
+                where=run / segments[-1].folder,
+                hint="Restore the file. To give up these steps, remove the folder, or record into another chain.",
+            ) from None
         if replaces and segments[-1].first < end == first:
             end -= 1
         segments = (*segments[:-1], replace(segments[-1], step=end))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_formats.core.errors import CkptError, LockedError, OutputError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, IncompleteError, LockedError, OutputError, UnsupportedError
 from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import chain_file, folder, states
@@ -462,6 +462,21 @@ def test_leftovers_are_swept_by_recorders_and_by_commands_but_not_those_that_gro
     torch.save({"model": run.net.state_dict(), "optimizer": run.optimizer.state_dict(), "step": 3}, saved)
     assert ckpt("append", chain, saved).code == 0
     assert not begun.path.exists()
+
+
+def test_recorder_refuses_to_go_on_without_the_file_of_a_rank_and_restored_files_count(run: Run, chain: Path) -> None:
+    with recorded(run, chain):
+        run.step(2)
+    _await_writers(chain)
+    listed, (file,) = (chain / chain_file.NAME).read_bytes(), chain.glob("*/rank-00000.ckg")
+    elsewhere = file.rename(chain.parent / "elsewhere.ckg")
+    with pytest.raises(IncompleteError, match=r"rank-00000\.ckg is missing"):
+        recorded(run, chain, step=0)
+    assert (chain / chain_file.NAME).read_bytes() == listed
+    elsewhere.rename(file)
+    with recorded(run, chain, step=2):
+        run.step()
+    run.check(chain, 3)
 
 
 def test_children_of_the_trainer_do_not_keep_its_writer(run: Run, chain: Path) -> None:
