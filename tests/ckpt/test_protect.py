@@ -225,6 +225,21 @@ def test_parity_elsewhere_is_replaced_where_it_is_and_other_folders_are_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "other", "run"]
 
 
+def test_parity_of_an_older_state_does_not_outvote_the_manifest_of_the_checkpoint(tmp_path: Path) -> None:
+    root, old, new = (tmp_path / name for name in ("run", "old", "new"))
+    fill(root, {name: os.urandom(99) for name in "xyz"})
+    ckpt.protect(root, 2, into=[old], resources=TWO)
+    (root / "x").write_bytes(b"later" * 50)
+    ckpt.protect(root, 2, into=[new], overwrite=True, resources=TWO)
+    before = contents_of(root)
+    for more in ((), ("--parity", new)):
+        refused = command("repair", root, "--parity", old, *more)
+        assert (refused.code, "the parity of another state" in refused.err, contents_of(root)) == (BROKEN, True, before)
+    (root / "x").unlink()
+    assert command("repair", root, "--parity", new).code == 0
+    assert (root / "x").read_bytes() == b"later" * 50
+
+
 def test_places_of_parity_are_named_in_any_order_and_new_ones_take_what_is_lost(tmp_path: Path) -> None:
     root, a, b, c = (tmp_path / name for name in ("run", "a", "b", "c"))
     fill(root, {name: os.urandom(99) for name in "xyz"})

@@ -19,7 +19,7 @@ from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.store_path import StoreError, is_remote, request
 from ckpt_formats.core.text import printable
 from ckpt_formats.parity.code import parity_matrix, recovery_matrix
-from ckpt_formats.parity.copies import copies_in, manifests
+from ckpt_formats.parity.copies import copies_in, copy_at, manifests
 from ckpt_formats.parity.manifest import BLOCK_NBYTES, NAME, BlockHashes, ParityManifest
 
 BLOCKS_AT_ONCE = 16
@@ -147,12 +147,13 @@ def find_parity(path: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
     elsewhere is not followed: a checkpoint of a stranger would choose what is read and written.
 
     Raises `NotFoundError` if there is no copy, `CorruptError` if none is whole and damaged ones together do not give
-    one either, or if it is that of another file, `OutputError` if that was replaced.
+    one either, if it is of another file, or if `elsewhere` is of another state; `OutputError` if the file was replaced.
     """
     check_none_beside_new(path)
     base = parity_folder(path)
     root, file = (path, None) if base.parent == path else (path.parent, path.name)
     errors = list[CkptError]()
+    _check_states(base, elsewhere)
     for copy, hashes in manifests(copies_in((*elsewhere, base))):
         if isinstance(hashes, CkptError):
             errors.append(hashes)
@@ -170,6 +171,21 @@ def find_parity(path: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
     raise NotFoundError(
         "has no parity", where=path, hint="`ckpt protect` writes it. If it lies in another folder: --parity FOLDER."
     )
+
+
+def _check_states(base: Path, elsewhere: Sequence[Path]) -> None:
+    """Raise `CorruptError` if a folder has parity of another state than the checkpoint's own manifest states.
+
+    Parity of an older state must not outvote what was protected last.
+    """
+    own = copy_at(base / NAME) if elsewhere else None
+    for folder in elsewhere if own is not None and own.digest is not None else ():
+        digests = {copy.digest for copy in copies_in((folder,)) if copy.digest is not None}
+        if own is not None and digests and own.digest not in digests:
+            hint = f"Name the folders of the last `ckpt protect --into`. If {own.path} is the older one, remove it."
+            raise CorruptError(
+                "has the parity of another state than the checkpoint's own manifest", where=folder, hint=hint
+            )
 
 
 def _places_now(base: Path, elsewhere: Sequence[Path], parities: int) -> tuple[Path, ...]:
