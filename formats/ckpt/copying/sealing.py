@@ -23,7 +23,7 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import OutputError, UnsupportedError
 from ckpt_formats.core.evidence import Evidence
 from ckpt_formats.core.files import Reader
-from ckpt_formats.core.folders import check_none_beside_new
+from ckpt_formats.core.folders import check_no_stale_sidecars
 from ckpt_formats.core.identity import check_unchanged
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.seal_checks import SealChecks
@@ -74,7 +74,7 @@ def plan_seal(path: StrPath) -> SealPlan:
         raise UnsupportedError(
             "has checksums of all its bytes already", where=place, hint="`ckpt verify` compares them."
         )
-    check_none_beside_new(place)
+    check_no_stale_sidecars(place)
     seal_file = place_of(place)
     if seal_file.exists() or seal_file.is_symlink():
         raise OutputError(

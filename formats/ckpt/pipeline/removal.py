@@ -16,7 +16,7 @@ from ckpt.pipeline.job_note import JobNote
 from ckpt.pipeline.target import JOB, LEASE, PUBLISHED
 from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import OutputError
-from ckpt_formats.core.folders import entries_of, is_beside_new, parity_of_file, replaced_file
+from ckpt_formats.core.folders import entries_of, has_stale_sidecars, parity_of_file, replaced_file
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.place import Place
 from ckpt_formats.core.publish import exchange, flush, rename_new
@@ -81,7 +81,7 @@ def finish_removal(path: Path) -> tuple[int, int]:
         files = nbytes = 0
         if os.path.lexists(set_aside_path(path)) and not os.path.lexists(path):
             delete_beside(path)
-        _settle(path)
+        _finish_replacement(path)
         for left in (set_aside_path(path), replacement_path(path)):
             own = [left] if left.is_file() else [one for one in left.rglob("*") if one.is_file()]
             files, nbytes = files + len(own), nbytes + sum(one.lstat().st_size for one in own)
@@ -113,7 +113,7 @@ def delete_beside(path: Path) -> None:
 
     Another file of this name would be called damaged because of them, and a repair would set it back.
     """
-    for own in _beside(path):
+    for own in _sidecars(path):
         delete(own)
 
 
@@ -121,11 +121,11 @@ def replace_file_or_folder(new: Path, path: Path) -> None:
     """Exchange a checkpoint with a new one, and delete it, with what lies beside it if it is a single file.
 
     The old file keeps that until the new one has its name. In between, a second name of the old one, which is no longer
-    that at `path`, tells everybody that what lies beside the new one is not of it (`is_beside_new`). Raises `OSError`.
+    that at `path`, tells everybody that what lies beside the new one is not of it (`has_stale_sidecars`). Raises `OSError`.
     """
-    _settle(path)
+    _finish_replacement(path)
     old = replaced_file(path)
-    if any(map(os.path.lexists, _beside(path))):
+    if any(map(os.path.lexists, _sidecars(path))):
         try:
             os.link(path, old, follow_symlinks=False)
         except OSError:
@@ -133,19 +133,19 @@ def replace_file_or_folder(new: Path, path: Path) -> None:
         flush(path.parent)
     exchange(new, path)
     flush(path.parent)
-    _settle(path)
+    _finish_replacement(path)
     delete(new)
 
 
-def _settle(path: Path) -> None:
+def _finish_replacement(path: Path) -> None:
     """Finish the replacement of a file, if one was interrupted."""
-    if is_beside_new(path):
+    if has_stale_sidecars(path):
         delete_beside(path)
         flush(path.parent)
     delete(replaced_file(path))
 
 
-def _beside(path: Path) -> tuple[Path, Path]:
+def _sidecars(path: Path) -> tuple[Path, Path]:
     return place_of_file(path), parity_of_file(path)
 
 

@@ -36,7 +36,7 @@ from ckpt_formats.core.errors import (
     UnsupportedError,
 )
 from ckpt_formats.core.files import Reader, write_at
-from ckpt_formats.core.folders import PARITY, below, check_none_beside_new
+from ckpt_formats.core.folders import PARITY, below, check_no_stale_sidecars
 from ckpt_formats.core.identity import Identity, check_unchanged
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.own_folder import make_own
@@ -179,7 +179,7 @@ def plan_protect(
     if not any(file.nbytes for file in files):
         raise NotFoundError("holds no file with content", where=given)
     elsewhere = _elsewhere(given, into)
-    check_none_beside_new(given)
+    check_no_stale_sidecars(given)
     base = parity_folder(given)
     check_no_link(base)
     if not overwrite and ((base / NAME).exists() if is_remote(base) else os.path.lexists(base)):

@@ -59,7 +59,7 @@ def replaced_file(file: Path) -> Path:
     return file.parent / hidden_name(file.name, REPLACED)
 
 
-def is_beside_new(file: Path) -> bool:
+def has_stale_sidecars(file: Path) -> bool:
     """Has a file been replaced by a job that was killed before it removed what lies beside the old one?"""
     if is_remote(file):
         return False
@@ -70,9 +70,9 @@ def is_beside_new(file: Path) -> bool:
     return stat.S_ISREG(old.st_mode) and not os.path.samestat(old, new)
 
 
-def check_none_beside_new(file: Path) -> None:
+def check_no_stale_sidecars(file: Path) -> None:
     """Raise `OutputError` if what lies beside a file is of another one, so that nothing may be added to it."""
-    if is_beside_new(file):
+    if has_stale_sidecars(file):
         raise OutputError(
             "replaced another file whose checksums or parity are still beside it, because a job was killed",
             where=file,

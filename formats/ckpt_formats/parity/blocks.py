@@ -14,7 +14,7 @@ from ckpt_codecs.base import Array
 from ckpt_codecs.native.parity import add_products
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import Reader, unreadable
-from ckpt_formats.core.folders import PARITY, check_none_beside_new, hidden_name, is_beside_new, parity_of_file
+from ckpt_formats.core.folders import PARITY, check_no_stale_sidecars, has_stale_sidecars, hidden_name, parity_of_file
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.store_path import StoreError, is_remote, request
 from ckpt_formats.core.text import printable
@@ -149,7 +149,7 @@ def find_parity(path: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
     Raises `NotFoundError` if there is no copy, `CorruptError` if none is whole and damaged ones together do not give
     one either, if it is of another file, or if `elsewhere` is of another state; `OutputError` if the file was replaced.
     """
-    check_none_beside_new(path)
+    check_no_stale_sidecars(path)
     base = parity_folder(path)
     root, file = (path, None) if base.parent == path else (path.parent, path.name)
     errors = list[CkptError]()
@@ -204,7 +204,7 @@ def _places_now(base: Path, elsewhere: Sequence[Path], parities: int) -> tuple[P
 
 def has_parity(path: Path) -> bool:
     """Whether a folder, or a file, has parity of its own, whole or not."""
-    return parity_folder(path).is_dir() and not is_beside_new(path)
+    return parity_folder(path).is_dir() and not has_stale_sidecars(path)
 
 
 def protected_folders(root: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from collections.abc import Set
 from pathlib import Path
 
-from ckpt_formats.core.folders import SEAL_SUFFIX, entries_of, is_beside_new
+from ckpt_formats.core.folders import SEAL_SUFFIX, entries_of, has_stale_sidecars
 from ckpt_formats.core.store_path import is_remote
 
 IN_FOLDER = f"checkpoint{SEAL_SUFFIX}"
@@ -40,7 +40,7 @@ def places_of_file(path: Path) -> list[Path]:
         names = {entry.name for entry in entries_of(path.parent)} if path.parent.key else set[str]()
         if names - {path.name}:
             return [place for place in places if place.name in names]
-    return [place for place in places if place.is_file() and not (place == places[1] and is_beside_new(path))]
+    return [place for place in places if place.is_file() and not (place == places[1] and has_stale_sidecars(path))]
 
 
 def _seal_files_in(folder: Path) -> list[Path]:

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch._dynamo
 import torch.distributed.checkpoint.state_dict
@@ -44,6 +45,7 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], output:
         os.dup2(file, number)
     os.environ.clear()
     os.environ.update(environment)
+    np.random.seed()  # or all scripts would draw the same numbers, which hides what depends on them
     tempfile.tempdir = None  # torch asked for it with another environment
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")
