@@ -83,7 +83,7 @@ def test_kills_leave_the_old_file_with_its_checksums_and_parity_or_the_new_one_w
 
     begin()
     whole, values, count = names(place), set(), points(work, place)
-    for point in range(count - 9, count):
+    for point in range(count - 14, count):
         begin()
         assert killed(work, place, point)
         value, repaired = value_of(target), command("repair", target).code

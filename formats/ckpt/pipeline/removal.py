@@ -121,7 +121,9 @@ def replace_file_or_folder(new: Path, path: Path) -> None:
     """Exchange a checkpoint with a new one, and delete it, with what lies beside it if it is a single file.
 
     The old file keeps that until the new one has its name. In between, a second name of the old one, which is no longer
-    that at `path`, tells everybody that what lies beside the new one is not of it (`has_stale_sidecars`). Raises `OSError`.
+    that at `path`, tells everybody that what lies beside the new one is not of it (`has_stale_sidecars`).
+
+    Raises `OSError`.
     """
     _finish_replacement(path)
     old = replaced_file(path)
