@@ -168,6 +168,10 @@ def test_a_run_goes_on_from_a_restored_step_as_if_nobody_had_stopped_it(recorded
     assert (resumed.step, resumed.extras["epoch"]) == (7, 1)
     with Recorder(net, optimizer, run):
         assert [train(net, optimizer) for _ in range(7, STEPS)] == losses[8:]
+        for options in (["--upto", 7], ["--gradients", "last:0"]):
+            refused = ckpt("compact", run, *options)
+            assert (refused.code, "a run is recording the steps" in refused.err) == (11, True), refused.err
+        assert ckpt("compact", run, "--keep", "all", "--gradients", "last:2").code == 0
     now = state_of(net, optimizer)
     assert all(torch.equal(now[name], tensor) for name, tensor in states[STEPS].items())
     # The new segment begins where the old one ends, and leads to the same states.
