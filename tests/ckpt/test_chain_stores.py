@@ -38,11 +38,11 @@ THERE = f"s3://{BUCKET}/a/run.chain"
 KEPT = library.Retention(("2,4",))
 BUDGETS = {
     "append a base": {"put": 12, "get": 7, "list": 9, "head": 2, "delete": 4},
-    "append a delta": {"put": 12, "get": 13, "list": 9, "delete": 6},
+    "append a delta": {"put": 12, "get": 14, "list": 9, "delete": 6},
     "append with a tip": {"put": 20, "get": 18, "list": 14, "delete": 7},
     "verify": {"get": 13, "list": 1},
     "restore": {"get": 10, "list": 1},
-    "compact": {"put": 20, "get": 33, "list": 22, "delete": 9},
+    "compact": {"put": 20, "get": 34, "list": 22, "delete": 9},
 }
 """Requests at most, for states of one pack. One delta takes three objects; each job has a lease, a probe, a journal."""
 
@@ -97,6 +97,15 @@ def test_a_process_whose_lease_another_one_has_taken_removes_no_folder(user: Sto
             changed.add(ChainIndex((first, later)), later.folder)
     assert f"{later.folder}/index.json" in objects(user)
     assert objects(user)["chain.json"] == listed
+    obstore.delete(user.client, "a/run.chain/.ckpt/lease")
+    with change(target_path(THERE), Execution(workers=1)) as changed:
+        changed.replace(ChainIndex((first,)))
+        obstore.put(user.client, "a/run.chain/.ckpt/lease", b"{}")
+        with pytest.raises(LockedError, match="renew its lease"):
+            changed.confirm()
+        with pytest.raises(LockedError, match="renew its lease"):
+            changed.remove([changed.run / later.folder])
+    assert f"{later.folder}/index.json" in objects(user)
 
 
 def assert_equal(there: dict[str, bytes], here: dict[str, bytes]) -> None:

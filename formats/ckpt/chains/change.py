@@ -102,6 +102,7 @@ class ChainChange:
         What is removed is removed on the word of the list, and a store may answer a read with an older one. So the same
         list is put again, if it is still the one that was read; an empty one, if there is none.
         """
+        self.right.confirm()
         if not self._is_confirmed and not self.place.is_consistent:
             self._put(chain_file.dump(self.chain or ChainIndex(())))
 
@@ -134,7 +135,7 @@ class ChainChange:
 
     def remove(self, paths: Iterable[Path]) -> None:
         """Remove folders and files. What is left of a folder after a crash does not look like a checkpoint."""
-        self.right.check()
+        self.right.confirm()  # another process may have written under these names since, if this one was stopped
         self.place.remove([path.relative_to(self.run).as_posix() for path in paths], first=folder.MANIFEST)
 
     def remove_unneeded(self, paths: Sequence[Path]) -> tuple[Notice, ...]:
