@@ -7,6 +7,10 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+# Workers of pytest share the cores: a thread that waits for others in a loop takes one from what it waits for.
+# libgomp and OpenBLAS read these when torch and NumPy are imported, here and in what tests start.
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"}
+
 import pytest
 from hypothesis import HealthCheck, settings
 
