@@ -30,8 +30,10 @@ from recording_jobs.train import joining
 from run import Round, alternated
 
 NAMES = ("plain", "ddp", "fsdp2", "zero1", "zero3")
-COUNT, WIDTH, SECONDS = 5, 270, 600
+COUNT, WIDTH, SECONDS = 3, 270, 600
 """With this width a rank has several chunks, so that the pieces of a rolling base are of several steps."""
+BESIDE = 2
+"""Steps while a base is made of which all is copied; then the training waits, as each step costs a checkpoint."""
 MODES = {"rolling": Bases(every=5, spread=4), "at once": Bases(every=5, spread=1)}
 
 
@@ -44,7 +46,7 @@ def train(kind: Kind, mode: str, out: Path) -> None:
     begin = time.monotonic()
     options: dict[str, Any] = {"bases": MODES[mode], "random_states": False, "fingerprint": 0}
     with Recorder(run.model, run.optimizer, chain, step=2, **options) as recorder:
-        is_done = False
+        is_done, beside = False, 0
         while not is_done:
             run.train(1)
             recorder.note(**run.notes())
@@ -52,6 +54,9 @@ def train(kind: Kind, mode: str, out: Path) -> None:
             report["steps"] += 1
             if recorder._bases.process is not None:
                 report["pieces"] = max(report["pieces"], len(list(filter(None, recorder._bases.process._plan))))
+            beside = beside + 1 if is_making(recorder) else 0
+            while beside > BESIDE and is_making(recorder):
+                time.sleep(0.005)
             distributed.barrier()
             if distributed.get_rank() == 0:
                 compare(chain, out, report)
@@ -62,6 +67,12 @@ def train(kind: Kind, mode: str, out: Path) -> None:
         assert recorder.broken is None
     if distributed.get_rank() == 0:
         (out / "report.json").write_text(json.dumps(report))
+
+
+def is_making(recorder: Recorder) -> bool:
+    """Does the process beside this rank make a base of what was copied?"""
+    process = recorder._bases.process if recorder._bases is not None else None
+    return process is not None and not (process._todo or process.is_ready or process.has_failed)
 
 
 def compare(chain: Path, out: Path, report: dict[str, Any]) -> None:

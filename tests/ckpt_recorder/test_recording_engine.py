@@ -223,9 +223,10 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         script = out / f"{name}-{number}.py"
         text = (EXAMPLES / f"{name}.py").read_text("utf-8").replace("import Recorder", "import Bases, Recorder")
         script.write_text(re.sub(r"(with Recorder\(.*?)\)(?= as|:)", rf"\1, {options})", text))
-        jobs.append(job(name, out / script.stem, out / f"{script.stem}.chain") | {"script": script})
+        jobs.append(job(name, out / script.stem, out / f"{script.stem}.chain") | {"script": script, "again": True})
     jobs += [
-        job(name, out / f"{name}-later", out / f"{name}-later.chain", out / f"{name}.chain@{KILLED}") for name in names
+        job(name, out / f"{name}-later", out / f"{name}-later.chain", out / f"{name}.chain@{KILLED}") | {"again": True}
+        for name in names
     ]
     launch.run_examples(jobs, out)
     return out

@@ -24,7 +24,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = [_job(name, out / name, out / f"{name}.chain") for name in NAMES]
     later = [_job(name, out / f"{name}-later", out / "later.chain", out / f"{name}.chain@{LOADED}") for name in NAMES]
     for number, job in enumerate(later):
-        job["arguments"] = (out / f"later{number}.chain", job["arguments"][1])
+        job |= {"arguments": (out / f"later{number}.chain", job["arguments"][1]), "again": True}
     launch.run_examples([*whole, *later], out)
     return out
 

@@ -89,7 +89,7 @@ def test_saves_of_several_ranks_outlive_a_host_and_the_folder_and_a_holder_that_
 ) -> None:
     holders, addresses = map(list, zip(*(start() for _ in range(RANKS)), strict=True))
     arguments = [str(RANKS), str(tmp_path), ",".join(addresses), scheme]
-    ranks = [subprocess.Popen([sys.executable, str(SCRIPT), str(rank), *arguments]) for rank in range(RANKS)]
+    ranks = subprocess.Popen([sys.executable, str(SCRIPT), *arguments], start_new_session=True)
     try:
         wait_until(lambda: len(list(tmp_path.glob("held-1-*"))) == RANKS)
         holders[2].kill()
@@ -98,8 +98,7 @@ def test_saves_of_several_ranks_outlive_a_host_and_the_folder_and_a_holder_that_
         (tmp_path / "go").touch()
         wait_until(lambda: len(list(tmp_path.glob("held-2-*"))) == RANKS)
         holders[1].kill()
-        for one in ranks:
-            one.kill()
+        os.killpg(ranks.pid, signal.SIGKILL)
         for path in tmp_path.glob("held-2-*"):
             with suppress(ProcessLookupError):
                 os.kill(int(path.read_text()), signal.SIGKILL)
@@ -113,9 +112,9 @@ def test_saves_of_several_ranks_outlive_a_host_and_the_folder_and_a_holder_that_
         saved = ckpt.open(tmp_path / "lost/step-00000002")
         assert bits(ckpt.open(tmp_path / "restored")) == bits(saved)
     finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.wait()
 
 
 @pytest.mark.slow

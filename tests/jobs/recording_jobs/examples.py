@@ -1,7 +1,8 @@
 """Run examples: `python tests/jobs/recording_jobs/examples.py JOBS.json`, each in forks of a process that imported all.
 
 A job has the path of a `script`, its `arguments`, how many ranks there are (`world`, 0 where none is told), and the
-folder of its `logs`: what rank r prints goes to rank{r}.log.
+folder of its `logs`: what rank r prints goes to rank{r}.log. What a job starts beside its training is
+forked if it runs `again`: the first one has started it as it starts for users.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+sys.path.extend(str(Path(__file__).resolve().parents[2] / room) for room in ("jobs", "support"))
+
 import deepspeed
 import deepspeed.ops
 import torch._dynamo
 import torch.distributed.checkpoint.state_dict
 import transformers.trainer
 from torch.distributed.fsdp import fully_shard
+
+from forked_writers import fork_writers
 
 try:
     import lightning
@@ -41,6 +46,8 @@ def start(job: dict[str, Any], rank: int, port: int) -> int:
         out = os.open(Path(job["logs"]) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1)
         os.dup2(out, 2)
+        if job.get("again"):
+            fork_writers()
         if job["world"]:
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["world"], "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")

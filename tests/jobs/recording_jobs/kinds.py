@@ -67,16 +67,16 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("plain", tied=True, threads=2),
-        Kind("scaler_fused", scaler=True),
-        Kind("scaler_sgd", scaler=True, optimizer="sgd"),
+        Kind("scaler_fused", scaler=True, chains=BARE),
+        Kind("scaler_sgd", scaler=True, optimizer="sgd", chains=BASED),
         Kind("ddp", "ddp", 2, tied=True),
-        Kind("ddp_scaler", "ddp", 2, scaler=True, optimizer="adamw"),
+        Kind("ddp_scaler", "ddp", 2, scaler=True, optimizer="adamw", chains=BARE),
         Kind("ddp_topk", "ddp", 2, tied=True, compression="topk"),
         Kind("ddp_int8", "ddp", 2, compression="int8", optimizer="adamw"),
         Kind("fsdp2", "fsdp2", 2),
-        Kind("fsdp2_w3", "fsdp2", 3, optimizer="sgd", tied=True),
+        Kind("fsdp2_w3", "fsdp2", 3, optimizer="sgd", tied=True, chains=BARE),
         Kind("hsdp_2x2", "fsdp2", 2, replicas=2, tied=True),
-        Kind("fsdp2_tp_2x2", "fsdp2", 2, tp=2, optimizer="adamw", mixed=True),
+        Kind("fsdp2_tp_2x2", "fsdp2", 2, tp=2, optimizer="adamw", mixed=True, chains=BARE),
         Kind("tp", "tp", tp=2, optimizer="adamw", chains=BASED),
         Kind("divided", "ddp", 2, divided=True, tied=True, chains=BASED),
         Kind("pipeline_2x2", "pipeline", 2, pp=2, chains=BARE),
@@ -98,8 +98,8 @@ KINDS = {
         Kind("zero1_fp16", "deepspeed", 2, stage=1, dtype="fp16"),
         Kind("zero1_experts", "deepspeed", 2, zoo="z1_bf16_moe4_ep2_dp2", chains=BASED),
         Kind("zero3", "deepspeed", 2, stage=3, threads=2),
-        Kind("zero2_offload", "deepspeed", 2, stage=2, offload=True, optimizer="cpu-adam"),
-        Kind("zero3_offload", "deepspeed", 2, stage=3, offload=True, optimizer="cpu-adam"),
+        Kind("zero2_offload", "deepspeed", 2, stage=2, offload=True, optimizer="cpu-adam", chains=BARE),
+        Kind("zero3_offload", "deepspeed", 2, stage=3, offload=True, optimizer="cpu-adam", chains=BARE),
     )
 }
 

@@ -26,6 +26,7 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_recorder import Recorder
 from damage import ckpt
 from engines import ranks
+from forked_writers import fork_writers
 from recording_jobs.kinds import END, KINDS, MIDDLE, WARM_UP, Kind
 from recording_jobs.run import Run, start
 
@@ -64,6 +65,7 @@ def train(kind: Kind, out: Path) -> None:
 
 def main() -> int:
     out, failed = Path(sys.argv[1]).resolve(), []
+    fork_writers()
     for kind in [KINDS[name] for name in sys.argv[2:] or KINDS]:
         began = time.monotonic()
         try:

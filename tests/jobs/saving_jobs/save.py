@@ -30,6 +30,7 @@ from ckpt_formats.core.errors import CkptError
 from ckpt_training import Saver, load
 from engines import ranks
 from filling_jobs.fill import kind_of
+from forked_writers import fork_writers
 from recording_jobs.kinds import Kind
 from recording_jobs.run import Run, start
 from recording_jobs.train import joining
@@ -128,6 +129,7 @@ def parts_of(run: Run) -> dict[str, Any]:
 
 def main() -> int:
     out, failed = Path(sys.argv[1]).resolve(), 0
+    fork_writers()
     for argument in sys.argv[2:]:
         name, _, folder = argument.partition(":")
         kind, place, began = kind_of(name), out / argument.replace(":", "-"), time.monotonic()

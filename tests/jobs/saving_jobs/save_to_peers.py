@@ -1,16 +1,19 @@
-"""Save a live run twice, also in the memory of peers: `save_to_peers.py RANK RANKS WORK ADDRESSES SCHEME`.
+"""Save a live run twice, also in the memory of peers: `save_to_peers.py RANKS WORK ADDRESSES SCHEME`.
 
-All ranks have the same model, so each saves a share of it. When the holders of a rank have a save, the rank writes
-WORK/held-STEP-RANK with the id of its writer; it saves again when WORK/go appears, and then waits to be killed.
+The ranks are forks of this process, and are killed with its group. They have the same model, so each saves a share of
+it. When the holders of a rank have a save, the rank writes WORK/held-STEP-RANK with the id of its writer; it saves
+again when WORK/go appears, and then waits to be killed.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which the first step of an optimizer would import in each rank
 from torch import distributed, nn
 
 from ckpt.holding.peers import HELD
@@ -52,4 +55,10 @@ def main(rank: int, world: int, work: Path, addresses: list[str], scheme: str) -
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4].split(","), sys.argv[5])
+    world, work, addresses, scheme = sys.argv[1:]
+    for rank in range(int(world)):
+        if os.fork() == 0:
+            main(rank, int(world), Path(work), addresses.split(","), scheme)
+            os._exit(0)
+    while True:
+        os.wait()
