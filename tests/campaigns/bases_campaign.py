@@ -45,6 +45,7 @@ def train(kind: Kind, mode: str, out: Path) -> None:
     chain, report = out / "run.chain", {"bases": 0, "values": 0, "differences": {}, "steps": 0, "pieces": 0}
     begin = time.monotonic()
     options: dict[str, Any] = {"bases": MODES[mode], "random_states": False, "fingerprint": 0}
+    options["prove"] = mode == "at once"  # the replay beside the run takes as much as the training
     with Recorder(run.model, run.optimizer, chain, step=2, **options) as recorder:
         is_done, beside = False, 0
         while not is_done:

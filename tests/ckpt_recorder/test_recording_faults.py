@@ -340,20 +340,21 @@ def test_killed_at_any_point_of_its_beginning_a_new_chain_is_absent_or_good(
     assert point > 8
 
 
+ERRORS = (OutputError("no luck"), OSError(5, "Input/output error"), ValueError("no luck"))
+
+
 @pytest.mark.parametrize(
-    ("place", "name"),
+    ("place", "name", "error"),
     [
-        (RankRecording, "__init__"),
-        (RankRecording, "record_start"),
-        (RankRecording, "record_fingerprint"),
-        (RankRecording, "wait_until_flushed"),
-        (FolderPlace, "replace"),
-        (segments, "_write_layout"),
+        # Of the places with a handler in common, one has all errors.
+        *((RankRecording, "record_fingerprint", error) for error in ERRORS),
+        *((FolderPlace, "replace", error) for error in ERRORS),
+        *((segments, "_write_layout", error) for error in ERRORS),
+        (RankRecording, "__init__", ERRORS[2]),
+        (RankRecording, "record_start", ERRORS[1]),
+        (RankRecording, "wait_until_flushed", ERRORS[0]),
     ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-@pytest.mark.parametrize(
-    "error", [OutputError("no luck"), OSError(5, "Input/output error"), ValueError("no luck")], ids=repr
+    ids=lambda value: getattr(value, "__name__", value if isinstance(value, str) else repr(value)),
 )
 @pytest.mark.quick(6)
 def test_what_fails_as_it_begins_leaves_no_segment_and_no_writer(

@@ -18,18 +18,59 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "rl"
 STEPS, KILLED_WORKER, KILLED_TRAINER = 22, 4, 9
 
 
-def start(script: str, *arguments: object) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen([sys.executable, EXAMPLE / script, *map(str, arguments)], env=environment)
+PROGRAMS = Path(__file__).parents[1] / "jobs" / "forked_programs.py"
+IMPORTED = (
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "transformers.generation.utils",
+    "ckpt_training",
+)
+
+
+class Programs:
+    """Programs of the example, each a fork of a process that has imported torch and transformers once."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, str(PROGRAMS), *IMPORTED]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, env=environment, text=True, **pipes)
+        self._running: dict[str, int] = {}
+
+    def start(self, name: str, script: str, *arguments: object) -> None:
+        self._running[name] = self._ask([str(EXAMPLE / script), *map(str, arguments)])
+
+    def is_running(self, name: str) -> bool:
+        return Path(f"/proc/{self._running[name]}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+    def kill(self, name: str) -> None:
+        os.kill(self._running[name], signal.SIGKILL)
+        assert self.wait(name) == -signal.SIGKILL
+
+    def wait(self, name: str) -> int:
+        """Its exit status."""
+        return self._ask(self._running.pop(name))
+
+    def close(self) -> None:
+        for pid in self._running.values():
+            os.kill(pid, signal.SIGKILL)
+        self._process.communicate()
+
+    def _ask(self, order: Any) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{json.dumps(order)}\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def wait_for_step(run: Path, step: int, trainer: subprocess.Popen[bytes]) -> None:
+def wait_for_step(run: Path, step: int, programs: Programs) -> None:
     while not any(line["step"] >= step for line in lines(run / "trainer.jsonl")):
-        assert trainer.poll() is None
+        assert programs.is_running("trainer")
         time.sleep(0.01)
 
 
@@ -37,22 +78,20 @@ def wait_for_step(run: Path, step: int, trainer: subprocess.Popen[bytes]) -> Non
 @pytest.mark.timeout(500)
 def test_killed_trainer_and_worker_go_on_with_equal_weights_and_rising_rewards(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    programs = {name: start("worker.py", run, name) for name in ("one", "two")}
-    programs["trainer"] = start("trainer.py", run, STEPS)
+    programs = Programs()
     try:
-        wait_for_step(run, KILLED_WORKER, programs["trainer"])
-        programs["one"].send_signal(signal.SIGKILL)
-        programs["one"].wait()
-        programs["one"] = start("worker.py", run, "one")
-        wait_for_step(run, KILLED_TRAINER, programs["trainer"])
-        programs["trainer"].send_signal(signal.SIGKILL)
-        programs["trainer"].wait()
-        programs["trainer"] = start("trainer.py", run, STEPS)
-        assert [program.wait(300) for program in programs.values()] == [0, 0, 0]
+        for name in ("one", "two"):
+            programs.start(name, "worker.py", run, name)
+        programs.start("trainer", "trainer.py", run, STEPS)
+        wait_for_step(run, KILLED_WORKER, programs)
+        programs.kill("one")
+        programs.start("one", "worker.py", run, "one")
+        wait_for_step(run, KILLED_TRAINER, programs)
+        programs.kill("trainer")
+        programs.start("trainer", "trainer.py", run, STEPS)
+        assert [programs.wait(name) for name in ("one", "two", "trainer")] == [0, 0, 0]
     finally:
-        for program in programs.values():
-            program.kill()
-            program.wait()
+        programs.close()
     trained = lines(run / "trainer.jsonl")
     digests = {(line["epoch"], line["step"]): line["digest"] for line in trained}
     for name in ("one", "two"):

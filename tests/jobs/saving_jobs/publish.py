@@ -28,6 +28,7 @@ from ckpt_training import Publisher
 from ckpt_training.local_shards import as_array
 from engines import ranks
 from filling_jobs.fill import kind_of
+from forked_writers import fork_writers
 from recording_jobs.kinds import Kind
 from recording_jobs.run import start
 from recording_jobs.train import joining
@@ -36,6 +37,8 @@ from saving_jobs.steps import FREE, STEPS, megatron_config
 
 def publish(kind: Kind, out: Path, where: str) -> None:
     """Train and publish; called in every rank."""
+    if not where:  # a fork has none of the threads of a client of stores
+        fork_writers()
     run = start(kind)
     rank, options = distributed.get_rank(), {"names": "as-is"}
     if kind.engine == "megatron":

@@ -39,6 +39,8 @@ from saving_jobs.steps import AFTER, STEPS
 
 def save(kind: Kind, out: Path, where: str) -> None:
     """Train and save; called in every rank."""
+    if not where.endswith("store"):  # a fork has none of the threads of a client of stores
+        fork_writers()
     run = start(kind)
     target = target_of(out, where)
     handles, parts = [], parts_of(run)
@@ -65,6 +67,7 @@ def target_of(out: Path, where: str) -> Any:
 
 def fail(kind: Kind, out: Path, where: str) -> None:
     """Let rank 1 fail in several ways: what the handles of each rank say; called in every rank."""
+    fork_writers()
     rank, run, loader = distributed.get_rank(), start(kind), Loader(0)
     messages: list[str] = []
     with Saver(run.model, run.optimizer, out / "run.chain", memory=1 << 20, stall_seconds=8.0, loader=loader) as saver:
@@ -129,7 +132,6 @@ def parts_of(run: Run) -> dict[str, Any]:
 
 def main() -> int:
     out, failed = Path(sys.argv[1]).resolve(), 0
-    fork_writers()
     for argument in sys.argv[2:]:
         name, _, folder = argument.partition(":")
         kind, place, began = kind_of(name), out / argument.replace(":", "-"), time.monotonic()
