@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from clusters import At, DaskProcesses, dask_processes, environment, files
 from damage import SAMPLES, ckpt
 
-pytest.importorskip("distributed")
+pytestmark = pytest.mark.skipif(find_spec("distributed") is None, reason="distributed is not installed")
 WORKERS = 3
 ZERO1, ZERO3 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2", SAMPLES / "deepspeed-0.19-zero3-bf16-dp4-tied-frozen"
 JOBS = (

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,9 @@ from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from clusters import environment, files
 from damage import ckpt
 
-pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")]
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_killed_does_not_show_in_the_bytes(tmp_path: Path) -> None:
     rng, model = np.random.default_rng(1), tmp_path / "model.pt"
     tensors = {f"w{i}": Tensor.of(ArrayBlob(rng.standard_normal(16_000).astype(np.float32))) for i in range(300)}

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from ckpt.job import save
 from ckpt_formats.registry.opening import open_checkpoint
+from late import Late
 
-transformers: Any = pytest.importorskip("transformers")
+transformers: Any = Late("transformers")
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 

@@ -8,8 +8,9 @@ import torch
 
 import ckpt
 from ckpt_formats.core.errors import InvalidArgumentError
-from ckpt_training import LightningSaver
+from late import Late
 
+ckpt_training: Any = Late("ckpt_training")
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
 
@@ -23,10 +24,10 @@ def fit() -> Any:
 
 @pytest.mark.filterwarnings("ignore")
 def test_losses_go_on_after_a_save_of_the_callback(tmp_path: Path, fit: Any) -> None:
-    whole, _ = fit(LightningSaver(tmp_path / "whole.chain"), 4)
+    whole, _ = fit(ckpt_training.LightningSaver(tmp_path / "whole.chain"), 4)
     assert list(ckpt.Chain(tmp_path / "whole.chain")) == [3, 6, 9, 12]
-    fit(LightningSaver(tmp_path / "run.chain"), 2)
-    saver = LightningSaver(tmp_path / "run.chain")
+    fit(ckpt_training.LightningSaver(tmp_path / "run.chain"), 2)
+    saver = ckpt_training.LightningSaver(tmp_path / "run.chain")
     resumed, trainer = fit(saver, 4, seed=1)
     assert saver.loaded is not None
     assert saver.loaded.step == 6
@@ -39,7 +40,7 @@ def test_losses_go_on_after_a_save_of_the_callback(tmp_path: Path, fit: Any) -> 
 
 @pytest.mark.filterwarnings("ignore")
 def test_callback_saves_every_so_many_steps(tmp_path: Path, fit: Any) -> None:
-    fit(LightningSaver(tmp_path / "run", every_n_train_steps=2), 1)
+    fit(ckpt_training.LightningSaver(tmp_path / "run", every_n_train_steps=2), 1)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000002"]
     with pytest.raises(InvalidArgumentError, match="every_n_train_steps=0 is below 1"):
-        LightningSaver(tmp_path / "run", every_n_train_steps=0)
+        ckpt_training.LightningSaver(tmp_path / "run", every_n_train_steps=0)

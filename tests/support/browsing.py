@@ -99,7 +99,13 @@ def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        options = ["--no-sandbox", "--force-device-scale-factor=1", "--font-render-hinting=none", "--disable-lcd-text", "--renderer-process-limit=1"]
+        options = [
+            "--no-sandbox",
+            "--force-device-scale-factor=1",
+            "--font-render-hinting=none",
+            "--disable-lcd-text",
+            "--renderer-process-limit=1",
+        ]
         browser = playwright.chromium.launch(executable_path=find_chromium(), args=options)
         try:
             yield browser
