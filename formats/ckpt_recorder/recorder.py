@@ -9,12 +9,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import torch
 from torch import nn
 
-from ckpt.holding.peers import changed_states
 from ckpt_codecs.gradients import gradient_codec
 from ckpt_formats.core.errors import CkptError, OutputError, UnsupportedError
 from ckpt_formats.universal.gradients.layout import EXACTNESS, UPDATE, Exactness
@@ -24,6 +23,7 @@ from ckpt_recorder.base_check import differing_base
 from ckpt_recorder.base_pieces import BaseSettings
 from ckpt_recorder.base_schedule import BaseSchedule
 from ckpt_recorder.between_steps import BetweenSteps, Moment
+from ckpt_recorder.breakable_log import BreakableLog
 from ckpt_recorder.holders import RankPart, contributions, differing_copy
 from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.methods import find_methods, flushes_denormals, has_plain_gradients
@@ -43,10 +43,8 @@ from ckpt_training.hooks import RunHook, is_running, step_frame
 from ckpt_training.plain_notes import extra_name, plain_note
 from ckpt_training.random_states import RandomStates
 from ckpt_training.resumed_steps import last_step
-from ckpt_training.writing.link import WriterBroken
 
 _LOG = logging.getLogger("ckpt_recorder")
-_P = ParamSpec("_P")
 _PROOF_SECONDS = 60.0
 """The maximum time that the end of a recording waits for the proof of its last steps."""
 _FIRST_PROOFS = 16
@@ -58,8 +56,6 @@ class Recorder:
 
     Attributes:
         step: The number of the last step, or of the current one.
-        broken: Why nothing is recorded at the moment; None if the recording works.
-        peers: Of each host that should hold what this rank records: "holds all", or why it does not.
     """
 
     def __init__(
@@ -93,8 +89,7 @@ class Recorder:
         self._intervals = RecorderIntervals(self.options.bases.every, self.options.flush, self.options.mtbf)
         if self.options.bases.spread:
             self._bases = BaseSchedule(self.chain, self.options.bases, self._intervals, self._start_bases)
-        self.broken: str | None = None
-        self.peers: dict[str, str] = {}
+        self._log = BreakableLog(self.chain, self.options, lambda: self.step, self._end_dependents)
         self.is_in_block = False
         self._model, self._optimizer = model, optimizer
         self._pid = os.getpid()
@@ -102,7 +97,6 @@ class Recorder:
         if self.options.peers is not None:
             self.options.peers.host_of(self._rank, self._world)  # raises: the hosts do not fit the ranks
             self.options.peers.run_of(self.chain.name)  # raises: no address has the name
-        self._recording: RankRecording | None = None
         self._last_retry = -1
         self._buffers: dict[str, torch.Tensor] | None = None
         self._random = RandomStates()
@@ -114,7 +108,7 @@ class Recorder:
         self._replace_others()
         self._lossless = codec.lossless
         self._calls = StepCalls(len(self._run.optimizers), self._run.calls_per_step)
-        self._between = BetweenSteps(self._record)
+        self._between = BetweenSteps(self._log.record)
         self._noted: tuple[int, dict[str, Any]] = (-1, {})
         """The last step with notes, and its notes."""
         self._proof = SegmentProof(0)
@@ -148,6 +142,16 @@ class Recorder:
         self.close()
 
     @property
+    def broken(self) -> str | None:
+        """Why nothing is recorded at the moment; None if the recording works."""
+        return self._log.broken
+
+    @property
+    def peers(self) -> dict[str, str]:
+        """Of each host that should hold what this rank records: "holds all", or why it does not."""
+        return self._log.peers
+
+    @property
     def exactness(self) -> Exactness:
         """The exactness of a replay: "exact", "same library" or "approximate". See docs/recording.md."""
         if not self._lossless:
@@ -157,7 +161,7 @@ class Recorder:
     @property
     def writer_pid(self) -> int | None:
         """The id of the writer process, if it has not ended."""
-        return None if self._recording is None else self._recording.writer_pid
+        return None if self._log.recording is None else self._log.recording.writer_pid
 
     def note(self, **items: Any) -> None:
         """Record other values that the run needs to resume after the last step, and the current random states.
@@ -169,9 +173,9 @@ class Recorder:
         notes = {extra_name(name): plain_note(item) for name, item in items.items()}
         self._noted = (self.step, {**(self._noted[1] if self._noted[0] == self.step else {}), **notes})
         self._observe("note")
-        self._record(RankRecording.record_options, self.step)
+        self._log.record(RankRecording.record_options, self.step)
         self._record_random_states(self.step)
-        self._record(RankRecording.record_notes, self.step, notes)
+        self._log.record(RankRecording.record_notes, self.step, notes)
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -185,10 +189,10 @@ class Recorder:
         """
         self._hooks.remove()
         if os.getpid() == self._pid:
-            self._end(reason)
+            self._log.end(reason)
         if self._bases is not None:
             self._bases.forget()
-        self.broken, self._recording = reason, None
+        self._log.forget(reason)
 
     def close(self) -> None:
         """Write and flush all records, and stop."""
@@ -196,27 +200,27 @@ class Recorder:
         open_recorders.remove(self)
         if self._calls.are_complete:
             self._record_last()
-        was_working = self.broken is None
+        was_working = self._log.broken is None
         bases, self._bases = self._bases, None
-        self._end(None)
+        self._log.end(None)
         if bases is not None:
             bases.close()
-        if was_working and self.broken is not None:
-            self._warn_broken(self.broken, "")
+        if was_working and self._log.broken is not None:
+            self._log.warn(self._log.broken, "")
 
     def _record_last(self) -> None:
         """Record the last state of a segment, and wait for its proof."""
         if self._observe("note"):
             self._record_fingerprint()
             if self._proof.has_process:
-                self._record(RankRecording.wait_until_flushed)
+                self._log.record(RankRecording.wait_until_flushed)
                 self._proof.wait_for(self.step, _PROOF_SECONDS)
         self._record_end()
 
     def _start_prover(self) -> None:
         """Start to replay the log beside the run, once it is long enough."""
         due = self.step - self._first == _FIRST_PROOFS and any(one.method != UPDATE for one in self._probed)
-        if due and self._lossless and self.options.prove and self._recording is not None:
+        if due and self._lossless and self.options.prove and self._log.recording is not None:
             try:
                 self._proof.start(self._segment.path, self._rank)
             except OSError as error:
@@ -256,16 +260,16 @@ class Recorder:
         problem = self._start(self._share, segment)
         problems = [one for one in ranks.gather(problem) if one is not None]
         if problems:
-            self._end(str(problems[0]))
+            self._log.end(str(problems[0]))
             ranks.gather(None)  # all writers have ended
             self._on_rank_0(lambda: segments.abandon(self.chain, segment))
             raise type(problems[0])(problems[0].what, where=segment.path, hint=problems[0].hint)
         try:
             self._on_rank_0(lambda: segments.publish(self.chain, segment))
         except CkptError as error:
-            self._end(str(error))
+            self._log.end(str(error))
             raise
-        self.broken = None
+        self._log.broken = None
         self._refresh_watch()
 
     def _check_base(self, share: RankPart) -> None:
@@ -292,21 +296,22 @@ class Recorder:
             peers=None if options.peers is None else asdict(options.peers),
         )
         try:
-            self._recording = RankRecording(self._run, share, layout, settings, options.stall_seconds)
+            recording = RankRecording(self._run, share, layout, settings, options.stall_seconds)
+            self._log.recording = recording
             if options.random_states:
-                self._recording.record_random_states(self.step, self._random.return_to(self.step))
-            self._recording.record_notes(self.step, self._noted[1] if self._noted[0] == self.step else {})
-            self._recording.record_options(self.step)
+                recording.record_random_states(self.step, self._random.return_to(self.step))
+            recording.record_notes(self.step, self._noted[1] if self._noted[0] == self.step else {})
+            recording.record_options(self.step)
             buffers = dict(persistent_buffers(self._run)) if self._buffers is None else self._buffers
-            self._recording.record_tensors(self.step, "buffer", buffers)
+            recording.record_tensors(self.step, "buffer", buffers)
             self._between.record_extra_states(self.step)
-            updated = [n for n in range(len(self._run.tensors)) if not self._recording.is_replayed(n)]
-            self._recording.record_live(self.step, updated)
+            updated = [n for n in range(len(self._run.tensors)) if not recording.is_replayed(n)]
+            recording.record_live(self.step, updated)
             if segment.layout.parent is None:
-                self._recording.record_start(self.step)
-                self._recording.record_frozen(self.step)
-            self._recording.record_fingerprint(self.step)
-            self._recording.wait_until_flushed()
+                recording.record_start(self.step)
+                recording.record_frozen(self.step)
+            recording.record_fingerprint(self.step)
+            recording.wait_until_flushed()
         except CkptError as error:
             return error
         except Exception as error:  # the other ranks wait for this result
@@ -357,7 +362,7 @@ class Recorder:
             result = method(*arguments, **named)
             if self.step == before and counted is not None and counted() != total:
                 self.step += 1  # overflow of fp16: the engine counts the step, but its optimizer did nothing
-                self._record(RankRecording.record_nothing, self.step)
+                self._log.record(RankRecording.record_nothing, self.step)
                 self._observe("forward")
             if self.step != before or counted is None:  # a step that is skipped, and not counted, is noted, too
                 self.note(**self._run.notes())
@@ -371,7 +376,7 @@ class Recorder:
             return
         stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
         replaced = {one.optimizer for one in self._run.tensors if id(one.tensor) in stepped}
-        if not replaced or self._recording is None:
+        if not replaced or self._log.recording is None:
             return
         _LOG.warning("step %d: the run steps its parameters with another %s", self.step + 1, class_name(optimizer))
         self._observe("forward")
@@ -426,8 +431,8 @@ class Recorder:
     def _record_call(self, optimizer: torch.optim.Optimizer) -> None:
         """Record a call of an optimizer, and wait for pieces of a base that it would change."""
         self._record_update(optimizer)
-        if self._bases is not None and self._recording is not None:
-            self._bases.wait(self._recording.tensors_of(optimizer))
+        if self._bases is not None and self._log.recording is not None:
+            self._bases.wait(self._log.recording.tensors_of(optimizer))
 
     @torch.no_grad()
     def _record_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -442,7 +447,7 @@ class Recorder:
         if state.is_skipped:
             self._between.step_done()  # what the skipped iteration changed belongs to the last step
             self._observe("forward")
-            self._record(RankRecording.record_skipped, self.step, number)
+            self._log.record(RankRecording.record_skipped, self.step, number)
             return
         if self._calls.are_complete:
             self._begin_step(number)
@@ -453,9 +458,9 @@ class Recorder:
         call = self._calls.part(0)
         if self._calls.is_last:  # before the gradients, so that every complete step has them
             self._record_random_states(self.step + 1)
-        self._record(RankRecording.record_gradients, self.step + 1, number, call)
-        if state.proof_is_due and self._recording is not None:
-            options = self._recording.options_of(number)
+        self._log.record(RankRecording.record_gradients, self.step + 1, number, call)
+        if state.proof_is_due and self._log.recording is not None:
+            options = self._log.recording.options_of(number)
             state.proof = begin_proof(self._run, number, self._probed[number], options, state.count)
         if not self._calls.has_two_parts:
             self._complete_call()
@@ -521,10 +526,10 @@ class Recorder:
             self._hooks.forward.search()
         self._between.step_done()
         self._start_prover()
-        waited = 0.0 if self._recording is None else self._recording.waited
+        waited = 0.0 if self._log.recording is None else self._log.recording.waited
         since = self.step - self._first if self._bases is None else self._bases.steps_since(self.step)
         if self._intervals.step_done(since, waited):
-            self._record(RankRecording.set_flush_steps, self._intervals.flush_steps)
+            self._log.record(RankRecording.set_flush_steps, self._intervals.flush_steps)
 
     @torch.no_grad()
     def _finish_call(self, number: int) -> None:
@@ -536,17 +541,17 @@ class Recorder:
         if self._calls.has_two_parts or method.method == UPDATE:
             call, step = self._calls.part(1), self.step + 1
             if method.method == UPDATE:
-                self._record(RankRecording.record_update, step, number)
+                self._log.record(RankRecording.record_update, step, number)
                 self._count_as_proved()
             else:
                 reason = self._failed_proof(number)
                 if reason is not None:
-                    self._record(RankRecording.record_update, step, number)
+                    self._log.record(RankRecording.record_update, step, number)
             self._between.record_others(step)
             self._between.record_extra_states(step)
             if self._calls.is_last:
                 self._record_random_states(step)
-            self._record(RankRecording.record_nothing, step, number, call)
+            self._log.record(RankRecording.record_nothing, step, number, call)
             self._complete_call()
         state.end()
         if reason is not None:
@@ -559,7 +564,7 @@ class Recorder:
         is_counted = self._probed[number].method != UPDATE and not self._calls.has_two_parts
         state.end()
         if is_counted:  # the log has the step already: its states are those that there are
-            self._record(RankRecording.record_update, self.step, number)
+            self._log.record(RankRecording.record_update, self.step, number)
             self._refresh_watch()
             self._between.is_known = False
         else:
@@ -571,7 +576,8 @@ class Recorder:
         reason = "the closure was called several times in one step" if state.is_repeated else None
         if reason is None and state.proof is not None:
             reason = state.proof.difference()
-            if reason is None and self._recording is not None and not self._recording.has_logged_options(number):
+            recording = self._log.recording
+            if reason is None and recording is not None and not recording.has_logged_options(number):
                 reason = "its step changes its own options"
             if reason is None and state.proof.is_complete:
                 self._count_as_proved()
@@ -630,18 +636,19 @@ class Recorder:
         problem = differing_copy(self._run, self._share)
         if problem is None:
             self._equal_at = self.step
-        elif self._recording is not None:
+        elif self._log.recording is not None:
             reason = f"{problem}; no step after {self._equal_at} can be trusted"
-            self._end(reason)
-            self._warn_broken(reason, "; see `rename` if the ranks have parts of one model")
+            self._log.end(reason)
+            self._log.warn(reason, "; see `rename` if the ranks have parts of one model")
 
     @torch.no_grad()
     def _refresh_watch(self) -> None:
         """Take what all tensors are now as what they should be before the next step."""
-        if self._recording is not None and self.broken is None:
+        recording = self._log.working
+        if recording is not None:
             is_early = self.step - self._first < _FIRST_PROOFS
             is_proved = self._calls.are_proved
-            self._between.refresh(self._recording, self.step, complete=is_early or is_proved)
+            self._between.refresh(recording, self.step, complete=is_early or is_proved)
 
     @torch.no_grad()
     def _observe(self, moment: Moment) -> bool:
@@ -649,15 +656,16 @@ class Recorder:
 
         Returns False if the log cannot go on from the last step, because the optimizer has other states now.
         """
-        if self._recording is None or self.broken is not None or not self._calls.are_complete:
+        recording = self._log.working
+        if recording is None or not self._calls.are_complete:
             return True
         if not self._is_current():
             self._begin_again(tracks_again=True, replaces=not self._between.in_iteration)
             return True
         # What a loop sets after its note is the next step's.
         if not self._between.in_iteration and self._noted[0] != self.step:
-            self._record(RankRecording.record_options, self.step)
-        return self._between.record_changes(self._recording, self.step, moment)
+            self._log.record(RankRecording.record_options, self.step)
+        return self._between.record_changes(recording, self.step, moment)
 
     def _store_due_base(self) -> None:
         """Store the state in a new segment, if a base is due. Here the notes of the last step are recorded."""
@@ -668,7 +676,7 @@ class Recorder:
         self._begin_again()
         self._buffers = None
         buffers = dict(persistent_buffers(self._run))
-        self._record(RankRecording.record_tensors, self.step + 1, "buffer", buffers)
+        self._log.record(RankRecording.record_tensors, self.step + 1, "buffer", buffers)
         self._intervals.base_took(time.monotonic() - begin)
 
     def _continue_bases(self, bases: BaseSchedule) -> None:
@@ -682,7 +690,7 @@ class Recorder:
 
     def _start_bases(self) -> BackgroundBases | None:
         """Start the process that makes bases; None if the recording is broken."""
-        if self._recording is None or self.broken is not None or self._bases is None:
+        if self._log.working is None or self._bases is None:
             return None
         layout, path = self._segment.layout, self._segment.path
 
@@ -696,9 +704,9 @@ class Recorder:
 
     def _record_random_states(self, step: int) -> None:
         """Record the generators that changed: their states are those at `step`, unless they are recorded again."""
-        if self.options.random_states and self._recording is not None and self.broken is None:
+        if self.options.random_states and self._log.working is not None:
             states = self._random.changed(step)
-            self._record(RankRecording.record_random_states, step, states)
+            self._log.record(RankRecording.record_random_states, step, states)
 
     def _record_due_fingerprint(self) -> None:
         done, every = self.step - self._first, self.options.fingerprint
@@ -707,48 +715,17 @@ class Recorder:
 
     def _record_fingerprint(self) -> None:
         """Record the hashes of all states, and what is proved of the steps before."""
-        self._record(RankRecording.record_fingerprint, self.step, self._proof.so_far())
+        self._log.record(RankRecording.record_fingerprint, self.step, self._proof.so_far())
 
     def _record_end(self) -> None:
         """Record the end of a segment."""
-        self._record(RankRecording.record_end, self.step, self._proof.so_far())
+        self._log.record(RankRecording.record_end, self.step, self._proof.so_far())
 
-    def _record(
-        self, work: Callable[Concatenate[RankRecording, _P], None], *arguments: _P.args, **named: _P.kwargs
-    ) -> None:
-        """Call a method of the recording unless it is broken; if it breaks now, warn once."""
-        if self._recording is None or self.broken is not None:
-            return
-        try:
-            work(self._recording, *arguments, **named)
-            self._follow_peers(self._recording.peers)
-        except (WriterBroken, CkptError) as error:
-            self._end(str(error))
-            self._warn_broken(str(error), f"; the recorder tries again every {self.options.retry} steps")
-
-    def _follow_peers(self, peers: dict[str, str]) -> None:
-        """Log what has changed of the hosts that hold the log."""
-        for line, holds_all in changed_states(self.step, peers, self.peers):
-            _LOG.log(logging.INFO if holds_all else logging.WARNING, line)
-
-    def _warn_broken(self, reason: str, again: str) -> None:
-        if self.options.when_broken == "raise":
-            raise OutputError(f"the log of gradients cannot be written: {reason}", where=self.chain)
-        warnings.warn(
-            f"step {self.step} and later steps are not recorded into {self.chain}: {reason}"
-            + (again if self.options.retry else ""),
-            RecorderWarning,
-            stacklevel=3,
-        )
-
-    def _end(self, reason: str | None) -> None:
-        """End the writer. `reason`: why the recording is broken, if it is."""
+    def _end_dependents(self) -> None:
+        """End what needs the writer: bases that are being copied, and the replay beside the run."""
         if self._bases is not None:
             self._bases.drop()
         self._proof.close()
-        recording, self._recording = self._recording, None
-        late = recording.close() if recording is not None else None
-        self.broken = reason or self.broken or late
 
     def _retry(self, done: int) -> None:
         """If it is time, start a broken recording again on all ranks; if that fails, continue without the log."""
@@ -756,13 +733,13 @@ class Recorder:
         if not every or not done or done % every or self.step == self._last_retry:
             return
         self._last_retry = self.step  # only once, with several optimizers or a skipped step
-        if not any(ranks.gather(self.broken is not None)):
+        if not any(ranks.gather(self._log.broken is not None)):
             return
-        self._end(None)
+        self._log.end(None)
         try:
             self._begin()
         except CkptError as error:
-            self.broken = str(error)
+            self._log.broken = str(error)
             self._first = self.step
 
     def _track_again(self) -> None:
@@ -782,15 +759,15 @@ class Recorder:
         have this state.
         """
         self._record_end()
-        self._record(RankRecording.announce_next)
-        self._end(None)
+        self._log.record(RankRecording.announce_next)
+        self._log.end(None)
         try:
             if tracks_again:
                 self._track_again()
             self._begin(replaces=replaces)
         except CkptError as error:
-            self.broken, self._first = str(error), self.step
-            self._warn_broken(str(error), f"; the recorder tries again every {self.options.retry} steps")
+            self._log.broken, self._first = str(error), self.step
+            self._log.warn(str(error), self._log.retries)
 
 
 def _warn(text: str) -> None:

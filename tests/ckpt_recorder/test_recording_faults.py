@@ -631,11 +631,11 @@ def test_what_is_flushed_after_a_failure_is_a_failure(run: Run, chain: Path, mon
         if self.messages:
             self._reason = "Input/output error"
 
-    assert recorder._recording is not None
+    assert recorder._log.recording is not None
     with monkeypatch.context() as failing:
         failing.setattr(link.WriterLink, "_listen", late)
         with pytest.raises(link.WriterBroken, match="Input/output error"):
-            recorder._recording.wait_until_flushed()
+            recorder._log.recording.wait_until_flushed()
     with pytest.warns(RecorderWarning):
         recorder.close()
 
