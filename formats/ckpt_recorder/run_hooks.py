@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt_training.engines.run import TrackedRun
-from ckpt_training.hooks import ForwardHooks, RunHook, wrap_method
+from ckpt_training.hooks import ForwardHooks, RunHook, WrappedMethod, remove_all
 
 _Call = Callable[..., Any]
 
@@ -45,14 +45,10 @@ class RunHooks:
                     hook(*arguments)
 
             handles.append(register_optimizer_step_pre_hook(before_any_step))
+        if run.after_step is not None:
+            handles.append(WrappedMethod(*run.after_step, calls.around_engine_step))
         self._handles = handles
-        self._unwrap = None if run.after_step is None else wrap_method(*run.after_step, calls.around_engine_step)
 
     def remove(self) -> None:
         """Remove all hooks. The run no longer calls its recorder."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self._unwrap is not None:
-            self._unwrap()
-            self._unwrap = None
+        remove_all(self._handles)

@@ -132,23 +132,27 @@ def is_running(frame: FrameType | None) -> bool:
     return caller is not None
 
 
-def wrap_method(
-    owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[[], None]:
-    """Replace a method of an object. Returns what puts it back, unless somebody has wrapped it again since.
+class WrappedMethod:
+    """A method of an object that is replaced, until it is removed like a hook."""
 
-    `around`: returns the new method from the one that the object has.
-    """
-    method, instance_attribute = getattr(owner, name), vars(owner).get(name)
-    wrapped = around(method)
+    def __init__(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """`around`: returns the new method from the one that the object has."""
+        self._owner, self._name, self._before = owner, name, vars(owner).get(name)
+        self._wrapped = around(getattr(owner, name))
+        setattr(owner, name, self._wrapped)
 
-    def unwrap() -> None:
-        if vars(owner).get(name) is not wrapped:
-            return  # somebody has wrapped it again: `wrapped` has no effect from now on
-        if instance_attribute is None:
-            delattr(owner, name)
+    def remove(self) -> None:
+        """Put the method back, unless somebody has wrapped it again since: then the new one has no effect from now."""
+        if vars(self._owner).get(self._name) is not self._wrapped:
+            return
+        if self._before is None:
+            delattr(self._owner, self._name)
         else:
-            setattr(owner, name, instance_attribute)
+            setattr(self._owner, self._name, self._before)
 
-    setattr(owner, name, wrapped)
-    return unwrap
+
+def remove_all(hooks: list[Any]) -> None:
+    """Remove hooks of torch and wrapped methods, and empty the list."""
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()

@@ -9,7 +9,7 @@ import torch
 from ckpt_training import ranks
 from ckpt_training.engines import megatron
 from ckpt_training.engines.run import TrackedRun
-from ckpt_training.hooks import RunHook, is_running, step_frame, wrap_method
+from ckpt_training.hooks import RunHook, WrappedMethod, is_running, remove_all, step_frame
 from ckpt_training.resumed_steps import last_step, step_counts
 
 
@@ -54,24 +54,19 @@ class RunSteps:
         optimizers = _outer_optimizers(run, optimizer)
         self._count = len(optimizers)
         hooks = [RunHook(self._before_step), RunHook(self._after_step)]
-        self._hooks = [one.register_step_pre_hook(hooks[0]) for one in optimizers]
+        self._hooks: list[Any] = [one.register_step_pre_hook(hooks[0]) for one in optimizers]
         self._hooks += [one.register_step_post_hook(hooks[1]) for one in optimizers]
         self._optimizers = optimizers
         call = run.after_step
         if call is None and optimizer is not None and megatron.is_megatron(model, optimizer):
             call = optimizer, "step"  # the model's weights are made of the masters, and gathered
-        self._unwrap: Callable[[], None] | None = None
+        self._is_wrapped = call is not None
         if call is not None:
-            self._unwrap = wrap_method(*call, self._around)
+            self._hooks.append(WrappedMethod(*call, self._around))
 
     def remove(self) -> None:
         """Count no more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        if self._unwrap is not None:
-            self._unwrap()
-            self._unwrap = None
+        remove_all(self._hooks)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> None:
         frame = self._frames.get(id(optimizer))
@@ -88,7 +83,7 @@ class RunSteps:
         if found_inf is not None and bool(found_inf.item()):
             return
         self._called.add(id(optimizer))
-        if self._unwrap is None and len(self._called) == self._count:
+        if not self._is_wrapped and len(self._called) == self._count:
             self._end()
 
     def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.protection.protect import is_protected
-from ckpt_formats.core.errors import CkptError, CorruptError
+from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.folders import below
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import printable
@@ -102,11 +102,12 @@ def problem_of_segment(run: Path, logged: LoggedSteps) -> CkptError | None:
         segment = open_steps(run, logged, check_from=0)
     except CkptError as error:
         return error
-    if segment.last >= logged.step if logged.step is not None else segment.has_ended:
-        return None
-    path, reason = next(iter(segment.torn.items()), (segment.folder, "records are missing"))
-    hint = f"Steps up to {segment.last} do not need it: ckpt compact {printable(str(run))} --upto {segment.last}"
-    return CorruptError(f"is damaged: {reason}", where=path, hint=hint)
+    damage = segment.damage
+    if damage is None and logged.step is None and not segment.has_ended:
+        damage = segment.lacks(segment.last + 1, segment.last + 1)
+    if damage is not None:
+        damage.hint = f"To go on without them: `ckpt compact {printable(str(run))} --upto {segment.last}`."
+    return damage
 
 
 def is_of_run(run: Path, logged: LoggedSteps) -> bool:

@@ -120,12 +120,7 @@ def open_state(run: Path, chain: ChainIndex, step: int) -> Checkpoint:
         raise _no_step(run, chain, step)
     segment = open_steps(run, logged)
     if step > segment.last and segment.torn:
-        path, reason = next(iter(segment.torn.items()))
-        raise CorruptError(
-            f"step {step} cannot be restored: {reason}",
-            where=path,
-            hint=f"Steps up to {segment.last} do not need it: `--step {segment.last}`.",
-        )
+        raise segment.lacks(step, step)
     if step > segment.last:
         raise _no_step(run, chain, step)
     member = nearest_base(chain, logged, step)

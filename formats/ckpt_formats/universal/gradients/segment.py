@@ -110,21 +110,37 @@ class Segment:
     @property
     def damage(self) -> CorruptError | None:
         """The error for damaged records, which the chain states or later records prove; None if there are none."""
-        damaged = {
+        if self.last_recorded > self.last:
+            return self.lacks(self.last + 1, self.last_recorded)
+        path, reason = self._reason
+        if path not in self._damaged:
+            return None
+        hint = f"Steps up to {self.last} do not need it: `--step {self.last}`."
+        return CorruptError(f"{path.name} is damaged after step {self.last}: {reason}", where=path, hint=hint)
+
+    def lacks(self, first: int, last: int) -> CorruptError:
+        """The error for steps after `self.last`, whose records are damaged or not there."""
+        path, reason = self._reason
+        steps = f"step {last}" if first == last else f"steps {first} to {last}"
+        return CorruptError(
+            f"{steps} cannot be restored: {path.name}: {reason}",
+            where=path,
+            hint=f"Steps up to {self.last} do not need it: `--step {self.last}`.",
+        )
+
+    @property
+    def _damaged(self) -> dict[Path, str | None]:
+        """Why records are damaged that count, by file."""
+        return {
             log.path: log.torn
             for log in self.logs
             if log.damaged is not None and (self.limit is None or log.damaged.first <= self.limit)
         }
-        path, reason = next(iter({**damaged, **self.torn}.items()), (self.folder, "a file is shorter"))
-        if self.last_recorded > self.last:
-            first, last = self.last + 1, self.last_recorded
-            steps = f"step {last}" if first == last else f"steps {first} to {last}"
-            what = f"{steps} cannot be restored: {path.name}: {reason}"
-        elif damaged:
-            what = f"{path.name} is damaged after step {self.last}: {reason}"
-        else:
-            return None
-        return CorruptError(what, where=path, hint=f"Steps up to {self.last} do not need it: `--step {self.last}`.")
+
+    @property
+    def _reason(self) -> tuple[Path, str | None]:
+        """Why there are no steps after `last`: a file, and what is wrong with it."""
+        return next(iter({**self._damaged, **self.torn}.items()), (self.folder, "a file is shorter"))
 
     @cached_property
     def has_ended(self) -> bool:
