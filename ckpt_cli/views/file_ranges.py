@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.format import Counts, FilePlan, TensorRanges
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import ArrayBlob, DerivedBlob, FileBlob, FlatRangeBlob, Tensor, ZeroBlob
+from ckpt_formats.core.tensor import ArrayBlob, FileBlob, FlatRangeBlob, Tensor, ZeroBlob
 
 _RECENT = 8
 """Lists of tensors whose columns are kept."""

@@ -22,6 +22,7 @@ from ckpt_codecs import candidate_codecs
 from ckpt_formats.core import chunking
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
 from ckpt_formats.core.chunking import DEFAULT_ELEMENTS, Chunking
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.encoding import LEVELS
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsupportedError
@@ -29,7 +30,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.state_names import to_stored
-from ckpt_formats.core.tensor import Array, DerivedBlob, FileBlob, Tensor, read
+from ckpt_formats.core.tensor import Array, FileBlob, Tensor, read
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal, manifest

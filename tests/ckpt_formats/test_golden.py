@@ -17,9 +17,10 @@ from ckpt.findings import find_problems
 from ckpt.job import save
 from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.dtypes import DTYPES, SAFETENSORS_TAGS
 from ckpt_formats.core.state_names import to_stored
-from ckpt_formats.core.tensor import DerivedBlob, read
+from ckpt_formats.core.tensor import read
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint

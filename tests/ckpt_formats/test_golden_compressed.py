@@ -15,10 +15,11 @@ from ckpt.findings import find_problems
 from ckpt.pipeline import Execution
 from ckpt_codecs import CODECS
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.dtypes import SAFETENSORS_TAGS
 from ckpt_formats.core.encoding import LEVELS
 from ckpt_formats.core.state_names import to_stored
-from ckpt_formats.core.tensor import DerivedBlob, FileBlob, read
+from ckpt_formats.core.tensor import FileBlob, read
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chunked import EncodedBlob

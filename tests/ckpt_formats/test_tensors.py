@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_codecs import Rounded
+from ckpt_formats.core.computed_blobs import DerivedBlob, MeanBlob
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CorruptError, NotFoundError
 from ckpt_formats.core.files import Reader
@@ -18,11 +19,9 @@ from ckpt_formats.core.geometry import Box, Shape, slab
 from ckpt_formats.core.tensor import (
     Array,
     ArrayBlob,
-    DerivedBlob,
     FileBlob,
     FlatRangeBlob,
     Fragment,
-    MeanBlob,
     Tensor,
     ZeroBlob,
     c_strides,

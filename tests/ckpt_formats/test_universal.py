@@ -22,12 +22,13 @@ from ckpt.pipeline import Execution
 from ckpt_codecs import Rounded
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Group, Origin, Parameter
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.state_names import to_stored
-from ckpt_formats.core.tensor import DerivedBlob, FileBlob, Tensor, read
+from ckpt_formats.core.tensor import FileBlob, Tensor, read
 from ckpt_formats.core.values import Global, Record, TensorName, Value
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import Universal, manifest

@@ -20,9 +20,10 @@ from ckpt.combine.experts import (
 from ckpt.combine.lora_blob import merged_blob
 from ckpt.combine.lora_merge import LoraMerge
 from ckpt.combine.sources import CONFIG
+from ckpt_formats.core.computed_blobs import ComputedBlob
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import ComputedBlob, Tensor
+from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.views import (
     LayersBlob,

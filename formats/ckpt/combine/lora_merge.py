@@ -9,9 +9,10 @@ from ckpt.combine.lora_blob import merged_blob
 from ckpt.combine.sources import holder
 from ckpt_codecs import Rounded
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.computed_blobs import CastBlob, ComputedBlob
 from ckpt_formats.core.dtypes import DType, is_float
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, UnsupportedError
-from ckpt_formats.core.tensor import CastBlob, ComputedBlob, Tensor
+from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.values import Value
 

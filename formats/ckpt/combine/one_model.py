@@ -6,13 +6,14 @@ from dataclasses import replace
 from ckpt.combine.average_blob import EqualBlob
 from ckpt.combine.sources import all_files, dropped_notices, holder, model_of, untied_config
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter, opened_path
+from ckpt_formats.core.computed_blobs import ComputedBlob
 from ckpt_formats.core.dtypes import DType, is_float
 from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import IncompleteError, UnsupportedError
 from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.quantised.weights import check_not_quantised
-from ckpt_formats.core.tensor import Blob, ComputedBlob, Tensor, checked_read
+from ckpt_formats.core.tensor import Blob, Tensor, checked_read
 from ckpt_formats.core.text import list_names, printable
 from ckpt_formats.core.values import TensorName, Value
 

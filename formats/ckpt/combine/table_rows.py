@@ -13,6 +13,7 @@ from ckpt.combine.whole_tensor import Once
 from ckpt_codecs import Rounded
 from ckpt_formats.core.arguments import Positive, checked
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Edit, Parameter
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.dtypes import DType, is_float
 from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import InvalidArgumentError, NoMatchError, UnsupportedError
@@ -20,7 +21,7 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, slab, slabs
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.quantised.weights import check_not_quantised
-from ckpt_formats.core.tensor import Array, Blob, BlockBlob, DerivedBlob, Fragment, Tensor, ZeroBlob, read
+from ckpt_formats.core.tensor import Array, Blob, BlockBlob, Fragment, Tensor, ZeroBlob, read
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, is_natural
 

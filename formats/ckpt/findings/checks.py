@@ -22,6 +22,7 @@ from ckpt_codecs import Rounded
 from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Parameter
 from ckpt_formats.core.coming_reads import ObjectRange, sealed_range
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Observer, Reader
 from ckpt_formats.core.geometry import Box
@@ -31,7 +32,7 @@ from ckpt_formats.core.prefetch import PlannedReads
 from ckpt_formats.core.seal_checks import damaged_chunks, seal_is_valid
 from ckpt_formats.core.seals import Seal, SealPart, SealTable
 from ckpt_formats.core.state_table import TabulatedParameters
-from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
+from ckpt_formats.core.tensor import Array, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.core.zero_runs import ZeroRun, holes
 from ckpt_formats.core.zero_values import zero_notices

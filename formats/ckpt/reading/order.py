@@ -18,8 +18,9 @@ import numpy as np
 from ckpt.pipeline.executors import batches
 from ckpt.reading.blocks import Block, DerivedCopy
 from ckpt_formats.core.chunking import Chunking
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.geometry import Box, flat_boxes, slab
-from ckpt_formats.core.tensor import Blob, DerivedBlob, FlatRangeBlob, Fragment, Tensor, c_strides, is_c_order
+from ckpt_formats.core.tensor import Blob, FlatRangeBlob, Fragment, Tensor, c_strides, is_c_order
 from ckpt_formats.core.views import ReshapedBlob
 from ckpt_formats.universal.replay import DeltaBlob, Place
 

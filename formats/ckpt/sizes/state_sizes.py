@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.distinct import distinct
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.state_table import PLAIN, ROLES, StateTable, TabulatedParameters, table_of
-from ckpt_formats.core.tensor import Blob, ComputedFragments, DerivedBlob, Tensor
+from ckpt_formats.core.tensor import Blob, ComputedFragments, Tensor
 from ckpt_formats.registry.encoded import may_be_encoded, uses_codecs
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Edit, Group, Parameter
+from ckpt_formats.core.computed_blobs import CastBlob, ComputedBlob
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, DType, is_float
 from ckpt_formats.core.errors import InvalidArgumentError, NoMatchError, UnsupportedError
 from ckpt_formats.core.name_patterns import search
@@ -22,7 +23,7 @@ from ckpt_formats.core.quantised.weights import (
     untouched_notices,
 )
 from ckpt_formats.core.rules import safe_pattern
-from ckpt_formats.core.tensor import ArrayBlob, CastBlob, ComputedBlob, Tensor
+from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from ckpt_formats.core.text import printable
 
 _OF_THE_MODEL = ("args", "checkpoint_version", *CONFIGS)

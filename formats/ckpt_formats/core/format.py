@@ -13,12 +13,13 @@ import numpy as np
 
 from ckpt_formats.core.arguments import Checked, Count
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.identity import Identity, check_unchanged, recording
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.seals import Seal
-from ckpt_formats.core.tensor import Blob, ComputedFragments, DerivedBlob, Tensor
+from ckpt_formats.core.tensor import Blob, ComputedFragments, Tensor
 from ckpt_formats.core.zero_runs import ZeroRun
 
 if TYPE_CHECKING:

@@ -12,11 +12,12 @@ from functools import cached_property
 from typing import Literal
 
 from ckpt_formats.core.arguments import Checked, Count, Positive
+from ckpt_formats.core.computed_blobs import MeanBlob
 from ckpt_formats.core.errors import InvalidArgumentError, RulesError
 from ckpt_formats.core.formula import Formula, evaluate
 from ckpt_formats.core.geometry import Box, Shape, slab
 from ckpt_formats.core.short_repr import short_repr
-from ckpt_formats.core.tensor import Fragment, MeanBlob, Tensor, ZeroBlob, from_fragments, with_replicas
+from ckpt_formats.core.tensor import Fragment, Tensor, ZeroBlob, from_fragments, with_replicas
 
 Partitioning = Literal["sharded", "replicated", "averaged", "first", "unique", "blocks"]
 _COPIES = ("replicated", "averaged", "first")

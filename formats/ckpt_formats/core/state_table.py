@@ -15,9 +15,10 @@ from typing import Any, get_args
 import numpy as np
 
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter, Role
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import Array, DerivedBlob, Tensor
+from ckpt_formats.core.tensor import Array, Tensor
 from ckpt_formats.core.values import Value
 
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ckpt_codecs.base import Codec
-from ckpt_codecs.scratch import temporary_buffer
 from ckpt_formats.core.arguments import check_fields
 from ckpt_formats.core.bands import BAND, Rows
 from ckpt_formats.core.dtypes import DType
@@ -241,118 +239,6 @@ class ArrayBlob(Blob):
 
     def read_into(self, out: Array, reader: Reader) -> None:
         out[...] = self.array
-
-
-@dataclass(frozen=True)
-class DerivedBlob(Blob):
-    """Values that a codec makes of another blob, element by element."""
-
-    codec: Codec
-    base: Blob
-    dtype: DType
-
-    @property
-    def shape(self) -> Shape:
-        return self.base.shape
-
-    def crop(self, box: Box) -> "DerivedBlob":
-        return DerivedBlob(self.codec, self.base.crop(box), self.dtype)
-
-    def read_into(self, out: Array, reader: Reader) -> None:
-        with temporary_buffer(prod(self.shape) * self.base.dtype.itemsize) as buffer:
-            base = buffer.view(self.base.dtype).reshape(self.shape)
-            self.base.read_into(base, reader)
-            self.codec.decode_into(b"", out, base)
-
-    def parts(self) -> tuple[Blob, ...]:
-        return (self.base,)
-
-
-@dataclass(frozen=True)
-class CastBlob(DerivedBlob):
-    """Values in another type, as the user requested. What changes other than by rounding is counted."""
-
-    name: str
-    """The parameter."""
-    refused: bool = False
-    """Whether the user has to allow values that overflow."""
-    start: Shape | None = None
-    """Where the block begins in the parameter; None: it is all of it."""
-
-    def crop(self, box: Box) -> "CastBlob":
-        start = box.start if self.start is None else box.shift(self.start).start
-        return replace(self, base=self.base.crop(box), start=start)
-
-    def read_into(self, out: Array, reader: Reader) -> None:
-        with temporary_buffer(prod(self.shape) * self.base.dtype.itemsize) as buffer:
-            base = buffer.view(self.base.dtype).reshape(self.shape)
-            self.base.read_into(base, reader)
-            self.codec.decode_into(b"", out, base)
-            self.count(Box.whole(self.shape), base, out, reader)
-
-    def count(self, box: Box, before: Array, after: Array, reader: Reader) -> None:
-        """Count what the cast of a block of it changed.
-
-        before, after: its values, of one shape, which may be any, and of any float dtypes.
-        """
-        from ckpt_formats.core.value_changes import changed_by_cast  # an index is made without values
-
-        place = box if self.start is None else box.shift(self.start)
-        reader.changes.note(changed_by_cast(self.name, place, before, after, self.refused))
-
-
-@dataclass(frozen=True)
-class ComputedBlob(ViewBlob):
-    """The result of a computation with several tensors. Its values that are NaN or infinite are counted."""
-
-    name: str
-    """The parameter."""
-    start: Shape | None = None
-    """Where the block begins in the parameter; None: it is all of it."""
-
-    @property
-    def shape(self) -> Shape:
-        return self.base.shape
-
-    def crop(self, box: Box) -> "ComputedBlob":
-        start = box.start if self.start is None else box.shift(self.start).start
-        return ComputedBlob(self.base.crop(box), self.name, start)
-
-    def read_into(self, out: Array, reader: Reader) -> None:
-        from ckpt_formats.core.value_changes import ValueChange, count_kinds  # an index is made without values
-
-        self.base.read_into(out, reader)
-        whole = Box.whole(self.shape)
-        place = whole if self.start is None else whole.shift(self.start)
-        count = count_kinds(out).not_finite
-        reader.changes.note(ValueChange(self.name, self.dtype.name, place, not_finite=count))
-
-
-@dataclass(frozen=True)
-class MeanBlob(Blob):
-    """The mean of equally shaped blobs, summed in the order given and in their own precision."""
-
-    blobs: tuple[Blob, ...]
-
-    @property
-    def shape(self) -> Shape:
-        return self.blobs[0].shape
-
-    @property
-    def dtype(self) -> DType:
-        return self.blobs[0].dtype
-
-    def crop(self, box: Box) -> "MeanBlob":
-        return MeanBlob(tuple(blob.crop(box) for blob in self.blobs))
-
-    def read_into(self, out: Array, reader: Reader) -> None:
-        total = read(self.blobs[0], reader)
-        for blob in self.blobs[1:]:
-            total = total + read(blob, reader)
-        out[...] = total / np.asarray(len(self.blobs), total.dtype)
-
-    def parts(self) -> tuple[Blob, ...]:
-        return self.blobs
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,12 @@ from ckpt_formats.core.checkpoint import (
     Role,
     SourceFile,
 )
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.errors import CkptError, CorruptError, NotFoundError, UnsupportedError, flaw
 from ckpt_formats.core.format import FilePlan, Plan, ReadOptions, Receipt, WritableFormat
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.state_names import STORED_MASTER, from_stored, to_stored
-from ckpt_formats.core.tensor import DerivedBlob, Tensor
+from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.core.values import Global, StdDict, TensorName, Value

@@ -14,11 +14,12 @@ from typing import Any
 
 from ckpt_formats.containers import sealed_json
 from ckpt_formats.core.checkpoint import Checkpoint
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.errors import CorruptError, IncompleteError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.seal_checks import seal_is_valid
 from ckpt_formats.core.seals import Seal
-from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Fragment, Tensor
+from ckpt_formats.core.tensor import Blob, FileBlob, Fragment, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import is_natural
 from ckpt_formats.registry.seal_places import IN_FOLDER, places_of_file

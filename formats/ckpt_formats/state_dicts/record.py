@@ -15,10 +15,11 @@ from typing import Any, get_args
 
 from ckpt_formats.containers.typed_json import decode, encode
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, Role
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CorruptError, flaw
 from ckpt_formats.core.state_names import to_stored
-from ckpt_formats.core.tensor import DerivedBlob, Fragment, Tensor
+from ckpt_formats.core.tensor import Fragment, Tensor
 from ckpt_formats.core.values import Value, is_natural, tensor_names
 from ckpt_formats.state_dicts.keys import StateKeys
 from ckpt_formats.state_dicts.leaves import Leaf, tensor_leaf

@@ -6,10 +6,11 @@ from ckpt_codecs import NotApplicable, Rounded, candidate_codecs
 from ckpt_codecs.lossy import ErrorStats
 from ckpt_codecs.lossy.error_stats import measured
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Parameter
+from ckpt_formats.core.computed_blobs import CastBlob, DerivedBlob
 from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.geometry import Box, flat_boxes
 from ckpt_formats.core.state_names import to_stored
-from ckpt_formats.core.tensor import Array, CastBlob, DerivedBlob, Tensor
+from ckpt_formats.core.tensor import Array, Tensor
 from ckpt_formats.core.transfer import Transfer
 from ckpt_formats.universal.chunked import ChunkDigests
 from ckpt_formats.universal.encode_state import Passing, flat

@@ -10,11 +10,12 @@ from ckpt_codecs.base import Codec
 from ckpt_codecs.errors import CodecError
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.chunking import Chunking
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.core.seals import Leaves, Seal
 from ckpt_formats.core.state_names import from_stored, to_stored
-from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Tensor
+from ckpt_formats.core.tensor import Blob, FileBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chunked import ChunkedTensor, ChunkStore, EncodedBlob
 from ckpt_formats.universal.entry import DELTA, DeltaEntry, ParameterEntry, StateEntry

@@ -17,11 +17,12 @@ import numpy as np
 
 from ckpt_codecs.errors import CodecError
 from ckpt_formats.core.chunking import Chunking
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes
 from ckpt_formats.core.state_names import from_stored
-from ckpt_formats.core.tensor import Array, Blob, BlockBlob, DerivedBlob, FileBlob, FlatRangeBlob, Fragment, Tensor
+from ckpt_formats.core.tensor import Array, Blob, BlockBlob, FileBlob, FlatRangeBlob, Fragment, Tensor
 from ckpt_formats.universal.chunked import ChunkStore, is_digest, read_chunks
 
 if TYPE_CHECKING:

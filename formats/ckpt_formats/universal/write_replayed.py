@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_formats.core.checkpoint import MASTER, Parameter
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.files import write_at
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.own_folder import create_own
-from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, Fragment, Tensor
+from ckpt_formats.core.tensor import Blob, FileBlob, Fragment, Tensor
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.core.views import ReshapedBlob
 from ckpt_formats.universal.chunked import ChunkDigests

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.quantised.flat_blocks import FlatBlocks
 from ckpt_formats.core.checkpoint import Checkpoint, Parameter
+from ckpt_formats.core.computed_blobs import ComputedBlob
 from ckpt_formats.core.dtypes import is_float
 from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.quantised.blob import quantised_tensor
-from ckpt_formats.core.tensor import ComputedBlob, Tensor
+from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.views import with_shape
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from ckpt_codecs import Rounded
 from ckpt_formats.containers.torchfile import TorchFile
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Group, Parameter, Role
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.geometry import Shape
-from ckpt_formats.core.tensor import DerivedBlob, Tensor, with_replicas
+from ckpt_formats.core.tensor import Tensor, with_replicas
 from ckpt_formats.core.values import Value
 from ckpt_formats.engines.deepspeed.experts import is_expert
 from ckpt_formats.engines.deepspeed.extras import BUFFERS, UNPLACED

@@ -20,13 +20,14 @@ from ckpt_formats.containers.gguf import (
 )
 from ckpt_formats.containers.safetensors_shards import lost_states
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Parameter
+from ckpt_formats.core.computed_blobs import CastBlob
 from ckpt_formats.core.dtypes import DTYPES, is_float
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.format import FilePlan, Plan, Receipt
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.quantised.blob import QuantisedBlob
-from ckpt_formats.core.tensor import CastBlob, Tensor
+from ckpt_formats.core.tensor import Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.transfer import Transfer, as_bytes
 from ckpt_formats.core.values import Value

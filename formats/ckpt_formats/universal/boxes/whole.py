@@ -7,8 +7,9 @@ from math import prod
 from typing import Any
 
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, ErrorFigures, Parameter
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.geometry import Box, Shape
-from ckpt_formats.core.tensor import Blob, DerivedBlob, FileBlob, FlatRangeBlob, Fragment, Tensor
+from ckpt_formats.core.tensor import Blob, FileBlob, FlatRangeBlob, Fragment, Tensor
 from ckpt_formats.universal.boxes.table import BoxPlace, BoxTable
 from ckpt_formats.universal.error_figures import worst
 from ckpt_formats.universal.index import Index

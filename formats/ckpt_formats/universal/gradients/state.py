@@ -20,12 +20,13 @@ from ckpt_formats.core.checkpoint import (
     Parameter,
     Role,
 )
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.state_names import from_stored
-from ckpt_formats.core.tensor import ArrayBlob, Blob, DerivedBlob, Tensor
+from ckpt_formats.core.tensor import ArrayBlob, Blob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, tensor_names
 from ckpt_formats.universal.gradients.layout import UPDATE, LoggedOptimizer, LoggedTensor

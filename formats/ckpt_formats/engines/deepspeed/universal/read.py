@@ -12,6 +12,7 @@ from pathlib import Path
 from ckpt_codecs import Rounded
 from ckpt_formats.containers.torchfile import TorchFile, open_file
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Group, Origin, Parameter, Role, SourceFile
+from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.errors import CorruptError, IncompleteError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import ReadOptions
@@ -20,7 +21,7 @@ from ckpt_formats.core.identity import in_threads
 from ckpt_formats.core.layout import Layout
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.state_names import STORED_MASTER, from_stored
-from ckpt_formats.core.tensor import DerivedBlob, Tensor, read
+from ckpt_formats.core.tensor import Tensor, read
 from ckpt_formats.core.text import printable
 from ckpt_formats.core.values import Value, is_natural, kind_of
 from ckpt_formats.engines.deepspeed.agreement import step_notices
