@@ -29,7 +29,7 @@ from ckpt.chains.write import DeltaPolicy
 from ckpt.pipeline import Execution
 from ckpt.protection.damage import find_damage
 from ckpt.protection.members import protect_members
-from ckpt.protection.protect import REPAIRED
+from ckpt.protection.work_files import REPAIRED
 from ckpt_formats.core.checkpoint import Origin
 from ckpt_formats.core.folders import CHAIN_LOCK, PARITY
 from ckpt_formats.parity.blocks import find_parity

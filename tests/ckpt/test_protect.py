@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 import ckpt
 from ckpt.pipeline import Resources
-from ckpt.protection.protect import locked
+from ckpt.protection.work_files import locked
 from ckpt_formats.core import publish
 from ckpt_formats.core.errors import LockedError
 from ckpt_formats.core.files import Reader

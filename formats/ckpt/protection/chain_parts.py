@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.protection.protect import is_protected
+from ckpt.protection.work_files import is_protected
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.folders import below
 from ckpt_formats.core.store_path import is_remote

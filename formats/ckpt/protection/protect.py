@@ -8,9 +8,9 @@ import json
 import os
 import shutil
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -22,9 +22,9 @@ from ckpt.job import AnyProgress, count_to
 from ckpt.pipeline import Resources
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.interrupts import interruptible
-from ckpt.pipeline.lease import hold
-from ckpt.pipeline.scratch import scratch_folder
 from ckpt.protection.domains import domains_of, groups_of, parts_of
+from ckpt.protection.parity_folders import give_name, upload, upload_changed, write_whole
+from ckpt.protection.work_files import is_protected, locked, scratch_for
 from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import Checked, Count, LocalPath, Range, StrPath, as_path, checked
 from ckpt_formats.core.errors import (
@@ -36,12 +36,11 @@ from ckpt_formats.core.errors import (
     UnsupportedError,
 )
 from ckpt_formats.core.files import Reader, write_at
-from ckpt_formats.core.folders import PARITY, below, check_no_stale_sidecars
+from ckpt_formats.core.folders import below, check_no_stale_sidecars
 from ckpt_formats.core.identity import Identity, check_unchanged
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.own_folder import make_own
-from ckpt_formats.core.place import ObjectEntry, Place
-from ckpt_formats.core.publish import RenameError, exchange, flush, flush_all, rename_new
+from ckpt_formats.core.publish import flush, flush_all
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.parity.blocks import (
@@ -67,16 +66,12 @@ from ckpt_formats.parity.manifest import (
     check_names,
     read,
 )
-from ckpt_formats.stores.location import listed_again, place_at, target_path
+from ckpt_formats.stores.location import listed_again, target_path
 
 Parities = Annotated[int, Range(1, MAX_LOST)]
 """How many domains may be lost."""
-_LOCK = ".lock"
-"""The ending of the file beside the folder with parity while a process writes or repairs."""
 _PARTS = 16
 """For each part of a single file that may be lost, it has so many."""
-REPAIRED = ".ckpt-repaired"
-"""The ending of a file that will replace a damaged one."""
 _PLAN, _JOURNAL, _UPLOAD = "plan.json", "journal", "upload-"
 _JOURNAL_EVERY = 1 << 30
 """Bytes of data after which what was computed is flushed and noted."""
@@ -301,12 +296,6 @@ def run_protect(
     return plan.summary
 
 
-def is_protected(name: str) -> bool:
-    """Whether a file below a folder is one of the checkpoint's, not of its parity or of a repair."""
-    parts = name.split("/")
-    return not any(part.endswith(PARITY) for part in parts) and not parts[-1].endswith((PARITY + _LOCK, REPAIRED))
-
-
 def _check_unchanged(plan: ProtectPlan) -> None:
     """Raise `CorruptError` or `IncompleteError` if a file is not the one that was read."""
     root = plan.folder.root
@@ -315,28 +304,6 @@ def _check_unchanged(plan: ProtectPlan) -> None:
         check_unchanged({now / path.relative_to(root): one for path, one in plan.identities.items()})
     else:
         check_unchanged(plan.identities)
-
-
-@contextmanager
-def locked(base: Path) -> Iterator[None]:
-    """Within, no other process writes this parity, or repairs by it. Raises `LockedError`."""
-    place, key = place_at(base.parent), base.name + _LOCK
-    with hold(place, key, base.parent, conditions=False, purpose="writing parity or repairing here"):
-        try:
-            yield
-        finally:
-            if place.local is not None:
-                place.delete([key])
-
-
-@contextmanager
-def scratch_for(path: Path, resources: Resources) -> Iterator[Path | None]:
-    """A folder for files on their way to a path, if that is in a store."""
-    if not is_remote(path):
-        yield None
-        return
-    with scratch_folder(None if resources.scratch is None else Path(resources.scratch)) as folder:
-        yield folder
 
 
 class _Work:
@@ -425,7 +392,7 @@ class _Journal:
             for place in self._work.grown.places:
                 place.mkdir()
             (self._folder / _JOURNAL).touch()
-            _write_whole(self._folder / _PLAN, note)
+            write_whole(self._folder / _PLAN, note)
         self._descriptor = os.open(self._folder / _JOURNAL, os.O_RDWR | os.O_CLOEXEC)
         self._read()
 
@@ -630,17 +597,17 @@ def _publish(work: _Work) -> None:
     plan, own = work.plan, work.plan.folder.base
     data = plan.folder.hashes.to_bytes()
     for path in dict.fromkeys((*work.grown.places, *work.folders)):
-        _write_whole(path / NAME, data)
+        write_whole(path / NAME, data)
     for folder in work.folders:
         folder.chmod(0o755)
         flush_all(folder)
     for base, folder in work.elsewhere.items():
         if is_remote(base):
-            _upload(folder, base)
+            upload(folder, base)
             continue
         with suppress(OSError):
             base.rmdir()  # an empty one
-        _name(folder, base, _is_replaced(plan, base))
+        give_name(folder, base, _is_replaced(plan, base))
     # Until here, an interrupted run goes on.
     for name in (_PLAN, _JOURNAL):
         (work.folder / name).unlink(missing_ok=True)
@@ -648,88 +615,9 @@ def _publish(work: _Work) -> None:
         if folder.parent == work.folder:
             shutil.rmtree(folder)
     if is_remote(own) and plan.earlier is not None:
-        _upload_changed(work.folder, plan.folder)
+        upload_changed(work.folder, plan.folder)
     elif is_remote(own):
-        _upload(work.folder, own)
+        upload(work.folder, own)
     else:
         flush(work.folder)
-        _name(work.folder, own, plan.overwrite and os.path.lexists(own))
-
-
-def _name(folder: Path, base: Path, is_replaced: bool) -> None:
-    """Give a folder that has grown its name, at once, also if it replaces another one.
-
-    Where a file system cannot exchange names, the other one is moved away before: for a moment there is no parity.
-    """
-    if is_replaced:
-        try:
-            exchange(folder, base)
-        except RenameError:
-            aside = base.with_name(f"{base.name}.old{PARTIAL}")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(base, aside)
-            rename_new(folder, base)
-            folder = aside
-        shutil.rmtree(folder)
-    else:
-        rename_new(folder, base)
-    flush(base.parent)
-
-
-def _upload(folder: Path, base: Path) -> None:
-    """Put a folder that has grown into a store: first a copy of the manifest, which says whose all is; last its own.
-
-    What was there before is removed, its manifest first: no store exchanges several objects at once.
-    """
-    remove_parity(base)
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    for path in sorted(files, key=lambda path: (path == folder / NAME, path.name != NAME, path)):
-        _put(place_at(base), path.relative_to(folder).as_posix(), path, None)
-
-
-def _upload_changed(folder: Path, new: ProtectedFolder) -> None:
-    """Put groups that have changed into a store, then the manifest, its own copy last.
-
-    Until the manifest is there, the parities of these groups do not fit the earlier one; the next run computes them.
-    """
-    place = place_at(new.base)
-    there = place.list()
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    for path in sorted(files, key=lambda path: (path.name == NAME, path == folder / NAME, path)):
-        key = path.relative_to(folder).as_posix()
-        _put(place, key, path, there.get(key))
-    needed = {
-        *new.copies,
-        *(parity_file(one, group) for one in new.places for group in range(len(new.manifest.groups))),
-    }
-    place.delete(there.keys() - {path.relative_to(new.base).as_posix() for path in needed})
-
-
-def _put(place: Place, key: str, path: Path, there: ObjectEntry | None) -> None:
-    """Put a file into a store, in the place of what a listing shows there. Raises `CorruptError`."""
-    try:
-        place.replace_from(key, path, there)
-    except FileExistsError:
-        hint = "Run the command again when no other process writes there."
-        raise CorruptError("was written by another process", where=place.where(key), hint=hint) from None
-
-
-def remove_parity(base: Path) -> None:
-    """Remove a folder with parity, so that it is there as a whole or not at all."""
-    if is_remote(base):
-        place = place_at(base)
-        place.delete([NAME])
-        place.delete(list(place.list()))
-        return
-    aside = base.with_name(base.name + PARTIAL)
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(base, aside)
-    shutil.rmtree(aside)
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Write a file that appears whole."""
-    draft = path.with_name(f"{path.name}.new")
-    draft.write_bytes(data)
-    flush(draft)
-    os.replace(draft, path)
+        give_name(work.folder, own, plan.overwrite and os.path.lexists(own))

@@ -26,7 +26,7 @@ from ckpt.protection.damage import (
     too_many,
 )
 from ckpt.protection.members import check_not_newer
-from ckpt.protection.protect import REPAIRED, locked, scratch_for
+from ckpt.protection.work_files import REPAIRED, locked, scratch_for
 from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import Checked, Count, StrPath, checked
 from ckpt_formats.core.errors import CkptError, CorruptError, OutputError, UnsafeError
