@@ -154,10 +154,10 @@ def _sidecars(path: Path) -> tuple[Path, Path]:
 def _remove_from_store(path: StorePath) -> None:
     place = place_at(path)
     if path.is_file():
-        beside, parity = place_at(path.parent), place_at(parity_of_file(path))
-        beside.delete([place_of_file(path).name])
+        folder, parity = place_at(path.parent), place_at(parity_of_file(path))
+        folder.delete([place_of_file(path).name])
         parity.delete(parity.list())
-        beside.delete([path.name])
+        folder.delete([path.name])
         return
     there = place.list()
     objects = {name: one.e_tag for name, one in there.items() if not name.startswith(f"{STAGED}/")}
