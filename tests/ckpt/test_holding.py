@@ -38,7 +38,7 @@ class Hosts:
         files = [f"step-{created}/packs/{rank:05d}.safetensors", *(["chain.json"] if is_whole and not rank else [])]
         for host, file in ((host, file) for host in self.peers.holders_of(rank) for file in files):
             name, content = PieceName("run", generation, file, 0), bytearray(b"values")
-            sent = SentPiece(name, digest_of(content), created, is_whole, False, HOSTS, created)
+            sent = SentPiece(name, digest_of(content), created, is_whole, False, len(self.holders), created)
             self.pieces[host].store(sent, content)
 
     @property
@@ -83,6 +83,26 @@ def test_the_whole_save_is_not_freed_while_a_holder_does_not_answer(
     assert hosts.generations == [{"save-10"}, {"save-10"}, {"save-10"}, {"save-10", "save-20"}]
     watch.look()
     assert hosts.generations == [{"save-10"}] * HOSTS
+
+
+def test_lists_of_all_pieces_become_rare_while_older_generations_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts, list_run, looks = Hosts(3, "parity:2+1"), piece_requests.list_run, list[bool]()
+    for name, created in (("save-10", 10), ("save-20", 20)):
+        for rank in range(3):
+            hosts.put(name, created, rank, is_whole=True)
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        looks.append(options["with_pieces"])
+        return list_run(*arguments, **options)
+
+    monkeypatch.setattr(piece_requests, "list_run", counted)
+    watch = GenerationWatch(hosts.peers, generation(30, 3), Credentials())
+    for _ in range(8):
+        watch.look()
+    for one in hosts.holders:
+        one.close()
+    assert hosts.generations == [{"save-10", "save-20"}] * 3
+    assert (looks.count(False), looks.count(True)) == (8 * 3, 3 * 3), "at looks 1, 3 and 7"
 
 
 def test_a_sender_that_is_closed_while_holders_are_asked_frees_nothing(

@@ -20,6 +20,8 @@ from ckpt_formats.universal.chain import chain_file
 
 _LOOK_SECONDS, _PAUSE_EACH = 0.5, 0.1
 """From one look at the holders to the next, and at least so long for each of them."""
+_MOST_SKIPPED = 15
+"""Looks without a list of all pieces, if the last ones freed nothing."""
 _ASK_SECONDS = 5.0
 """How long to wait for a holder."""
 
@@ -48,6 +50,8 @@ class GenerationWatch:
         self._peers, self._generation, self._credentials = peers, generation, credentials
         self.is_whole, self.parts = False, list[list[str]]()
         self._closed = threading.Event()
+        self._looks_to_skip = self._skipped = 0
+        """With parity: looks without a list of all pieces after the last one that freed nothing, and those since."""
 
     def start(self) -> None:
         threading.Thread(target=self._free_others, daemon=True).start()
@@ -142,7 +146,10 @@ class GenerationWatch:
         """
         if len(self._older_names(answers)) < 2:
             return
-        if self._peers.sets:  # what is lost is in the lists of pieces alone
+        if self._peers.sets:  # what is lost is in the lists of pieces alone, which are long
+            self._skipped += 1
+            if self._skipped <= self._looks_to_skip:
+                return
             answers = self._listed(with_pieces=True)
             if self._closed.is_set():
                 return
@@ -160,6 +167,7 @@ class GenerationWatch:
         for address, answer in answers.items():
             if freed & {*answer.run, *(parity.name.generation for parity in answer.parities)}:
                 self._free(address, before, sorted(names))
+        self._looks_to_skip, self._skipped = 0 if freed else min(2 * self._looks_to_skip + 1, _MOST_SKIPPED), 0
 
     def _older_names(self, answers: Answers) -> set[str]:
         """The generations of this kind that began before this one."""
