@@ -694,6 +694,16 @@ def test_a_file_of_zeros_or_of_nothing_has_no_records(written: Path) -> None:
         restored(written.parent, 1)
 
 
+def test_verify_notes_a_log_that_ends_before_that_of_another_rank(written: Path) -> None:
+    run, path = written.parent, written / rank_file(1)
+    record = next(one for one in open_segment(written).records(1, Kind.GRADIENTS) if one.step == 2)
+    path.write_bytes(path.read_bytes()[: record.begin - 64])
+    done = ckpt("verify", run)
+    assert done.code == 0, done
+    assert "the log ends at step 1, but the run was at step 3: other ranks have it" in done.err
+    assert "rank-00001.ckg: step 1" in done.err
+
+
 def test_log_names_the_steps_when_one_is_missing(written: Path) -> None:
     with pytest.raises(NotFoundError, match="no step 4"):
         restored(written.parent, 4)

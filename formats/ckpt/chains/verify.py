@@ -24,7 +24,7 @@ from ckpt_formats.core.tensor import Blob
 from ckpt_formats.universal.boxes.whole import as_stored
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.chain_file import ChainIndex, Member
-from ckpt_formats.universal.chain.folder import PACKS, pack_number
+from ckpt_formats.universal.chain.folder import PACKS, is_growing, pack_number
 from ckpt_formats.universal.chain.members import OpenedMembers, open_members
 from ckpt_formats.universal.chunked import EncodedBlob
 from ckpt_formats.universal.replay import stored_delta
@@ -105,7 +105,7 @@ def verify_chain(
     by_path = {run / member.folder: member.step for member in chain.members}
     steps = [by_path.get(one.path, chain.members[-1].step) for one in opened]  # those of a tip are of the last member
     strange = () if findings else tuple(_first_not_finite(steps, opened, scans, resources, chain))
-    notes = (*_not_finite_notice(strange), *_approximate(chain), *_torn(views))
+    notes = (*_not_finite_notice(strange), *_approximate(chain), *_torn(views), *_early_ends(run, chain, views))
     bad = tuple(_bad_steps(run, chain, findings))
     return ChainReport(chain, tuple(findings), bad, checksums, tuple(views), notes, strange)
 
@@ -158,6 +158,28 @@ def _torn(views: list[SegmentView]) -> Iterator[Notice]:
         if view.segment is not None and view.logged.step is None and view.segment.damage is None:
             for path, reason in view.segment.torn.items():
                 yield Notice(f"{path.name}: records after step {view.segment.last} do not count: {reason}")
+
+
+def _early_ends(run: Path, chain: ChainIndex, views: list[SegmentView]) -> Iterator[Notice]:
+    """A note for each log that no run continues and that ends before others show that the run was further.
+
+    A kill leaves such a log, and so does a file that was cut between two records, which no hash shows.
+    """
+    for view in views:
+        segment = view.segment
+        if segment is None or view.logged.step is not None or segment.damage is not None:
+            continue
+        ends = {segment.path(rank): segment.first + len(steps) for rank, steps in enumerate(segment.updates)}
+        stored = [member.step for member in chain.members if member.step > segment.last]
+        last = max([*ends.values(), *stored])
+        if last > segment.last and not is_growing(segment.folder):
+            names = (f"{path.name}: step {end}" for path, end in ends.items() if end < last)
+            known = "the chain has a state of it" if last in stored else "other ranks have it"
+            yield Notice(
+                f"the log ends at step {segment.last}, but the run was at step {last}: {known}",
+                tuple(names),
+                Weight.UNSURE,
+            )
 
 
 def _headers(members: OpenedMembers) -> Iterator[Finding]:
