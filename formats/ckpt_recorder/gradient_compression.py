@@ -17,11 +17,13 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 
 _MAX_INT8 = 127
 
 
+@checked
 def topk(ratio: float, *, feedback: bool = True) -> "TopK":
     """Send only the largest elements of each gradient.
 
@@ -32,6 +34,7 @@ def topk(ratio: float, *, feedback: bool = True) -> "TopK":
     return TopK(ratio, feedback)
 
 
+@checked
 def int8(*, feedback: bool = True) -> "Int8":
     """Send each gradient as integers of 8 bits, with one scale for each parameter.
 

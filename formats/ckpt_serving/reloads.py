@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.errors import CkptError, InvalidArgumentError
 from ckpt_serving.posting import POST_SECONDS, EngineRequest, send_requests
 
@@ -101,6 +102,7 @@ RELOADS: dict[str, Callable[[ServedStep], tuple[EngineRequest, ...]]] = {
 """By the name of the engine."""
 
 
+@checked
 def reload_engines(
     engine: str, urls: Sequence[str], served: ServedStep, *, api_key: str | None = None, seconds: float = POST_SECONDS
 ) -> list[CkptError]:

@@ -9,6 +9,7 @@ from threading import Event
 
 from ckpt import Follower
 from ckpt.following.source import FollowedStep
+from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.files import read_whole
 from ckpt_serving.posting import POST_SECONDS, EngineRequest, send_requests
 
@@ -50,6 +51,7 @@ def vllm_update(step: int) -> tuple[EngineRequest, ...]:
     )
 
 
+@checked
 def update_live(
     chain: str | os.PathLike[str],
     urls: Sequence[str],

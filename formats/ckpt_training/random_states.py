@@ -10,6 +10,7 @@ import torch
 
 from ckpt_codecs.base import Array
 from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.arguments import checked
 from ckpt_formats.universal.gradients.random_states import GeneratorState, as_values
 
 
@@ -80,6 +81,7 @@ def _is_equal(state: GeneratorState, other: GeneratorState | None) -> bool:
     return other is not None and state.fields == other.fields and np.array_equal(state.words, other.words)
 
 
+@checked
 def restore_random_states(states: Mapping[str, Any]) -> None:
     """Set all generators to recorded states: `extras["random_states"]["rank-00000"]` of a restored step."""
     torch.set_rng_state(_state(states["torch"]))

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -21,6 +21,7 @@ from ckpt.holding.peers import Peers, changed_states
 from ckpt.pipeline import Execution
 from ckpt.pipeline.targets import clean
 from ckpt_formats.containers.typed_json import encode
+from ckpt_formats.core.arguments import Count, Positive, Range, checked
 from ckpt_formats.core.encoding import AUTO
 from ckpt_formats.core.errors import CkptError, InvalidArgumentError, OutputError, UnsupportedError
 from ckpt_formats.core.geometry import Box
@@ -176,6 +177,7 @@ class Saver(SnapshotContext):
         peers: Of each host that should hold this rank's part of the last save: "holds all", or why it does not.
     """
 
+    @checked
     def __init__(
         self,
         model: Any,
@@ -184,12 +186,12 @@ class Saver(SnapshotContext):
         *,
         format: Universal | DCP | None = None,
         policy: DeltaPolicy | None = None,
-        in_flight: int = 1,
+        in_flight: Positive = 1,
         when_slow: Literal["wait", "skip"] = "wait",
-        memory: int = 256 << 20,
-        stall_seconds: float = 600.0,
+        memory: Annotated[int, Range(_SLOTS * _LEAST_SLOT)] = 256 << 20,
+        stall_seconds: Annotated[float, Range(0, above=True)] = 600.0,
         then: Callable[..., object] | None = None,
-        protect: int | None = None,
+        protect: Annotated[int, Range(1, MAX_LOST)] | None = None,
         peers: Peers | None = None,
         **parts: Any,
     ) -> None:
@@ -226,8 +228,11 @@ class Saver(SnapshotContext):
             OutputError: The target cannot be written.
         """
         self._target = target_path(os.path.abspath(target) if not _is_url(target) else os.fspath(target))
-        _check(format, policy, in_flight, when_slow, memory, is_chain(self._target))
-        _check_protect(protect, self._target)
+        _check_storage(format, policy, is_chain(self._target))
+        if protect is not None and is_remote(self._target):
+            raise UnsupportedError(
+                "a save has parity in the file system only", hint="Leave out protect, and run `ckpt protect URL`."
+            )
         _check_peers(peers, self._target, format)
         self._in_flight, self._when_slow, self._parts = in_flight, when_slow, parts
         self._handles: list[SaveHandle] = []
@@ -282,7 +287,8 @@ class Saver(SnapshotContext):
         wait = self._thread.wait_copied
         self._hooks = [one.register_step_pre_hook(lambda *_: wait()) for one in self._run.optimizers]
 
-    def save(self, step: int) -> SaveHandle:
+    @checked
+    def save(self, step: Count) -> SaveHandle:
         """Save the state after an update as `step`. All ranks must do so, without waiting for each other.
 
         Returns at once: the values are copied until the next update, and written in the background. If the run cannot
@@ -292,8 +298,6 @@ class Saver(SnapshotContext):
         """
         if self._is_closed:
             raise InvalidArgumentError("the Saver is closed", where=str(self._target))
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise InvalidArgumentError(f"step {step!r:.40} is not a natural number")
         self._warn_of_failures()
         for line, holds_all in changed_states(step, self.peers, self._logged):
             _LOG.log(logging.INFO if holds_all else logging.WARNING, line)
@@ -461,23 +465,10 @@ def _is_url(target: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(target)
 
 
-def _check(
-    format: Universal | DCP | None,
-    policy: DeltaPolicy | None,
-    in_flight: int,
-    when_slow: str,
-    memory: int,
-    in_chain: bool,
-) -> None:
-    if in_flight < 1:
-        raise InvalidArgumentError(f"in_flight={in_flight}: at least one save must be able to be in progress")
-    if when_slow not in ("wait", "skip"):
-        raise InvalidArgumentError(f'when_slow={when_slow!r:.40} is neither "wait" nor "skip"')
-    if memory < _SLOTS * _LEAST_SLOT:
-        raise InvalidArgumentError(f"memory={memory}: a save needs at least {_SLOTS * _LEAST_SLOT} bytes")
-    if format is not None and (in_chain or type(format) not in (Universal, DCP)):
+def _check_storage(format: Universal | DCP | None, policy: DeltaPolicy | None, in_chain: bool) -> None:
+    if format is not None and in_chain:
         raise UnsupportedError(
-            "members of a chain are stored as `policy` says" if in_chain else f"saves in {type(format).__name__}",
+            "members of a chain are stored as `policy` says",
             hint="Save into a folder with Universal() or DCP(), and convert what you need.",
         )
     if isinstance(format, DCP):
@@ -491,17 +482,6 @@ def _check(
         raise InvalidArgumentError("`policy` is for chains", hint="Name a target that ends in .chain.")
     if policy is not None and (not policy.delta_codec.lossless or policy.evaluation or policy.partial or policy.tip):
         raise UnsupportedError("a live run is saved without loss, whole, and without a tip", where="policy")
-
-
-def _check_protect(protect: int | None, target: Path) -> None:
-    if protect is None:
-        return
-    if isinstance(protect, bool) or not isinstance(protect, int) or not 1 <= protect <= MAX_LOST:
-        raise InvalidArgumentError(f"protect={protect!r:.40} is not an integer from 1 to {MAX_LOST}")
-    if is_remote(target):
-        raise UnsupportedError(
-            "a save has parity in the file system only", hint="Leave out protect, and run `ckpt protect URL`."
-        )
 
 
 def _check_peers(peers: Peers | None, target: Path, format: Universal | DCP | None) -> None:

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 
 import ckpt
+import ckpt_recorder
+import ckpt_serving
+import ckpt_training
 from ckpt_formats.core.arguments import MAY_BE_INFINITE, Checked, annotations_of
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.universal.chain.chain_file import Member
@@ -275,6 +278,37 @@ def test_resources_and_progress_are_keywords_whose_default_is_none() -> None:
             assert (one.kind, one.default) == (one.KEYWORD_ONLY, None), call.__qualname__
     assert ckpt.Resources() == ckpt.Resources.of_machine()
     assert [one.name for one in fields(ckpt.Resources)] == ["workers", "memory", "scratch"]
+
+
+UNCHECKED = {
+    # Of jobs: an error of one rank's arguments reaches all ranks, or another constructor checks the options.
+    *("load", "Recorder.__init__", "Publisher.__init__", "HuggingFaceSaver.__init__", "LightningSaver.__init__"),
+    *("HuggingFaceCallback.__init__", "LightningCallback.__init__"),
+    "SaveHandle.__init__",  # a Saver constructs it
+}
+
+
+def test_public_functions_and_constructors_check_their_arguments() -> None:
+    """Without it, `ckpt.average(["a.pt", "b.pt"])` ends in "'str' object has no attribute 'path'"."""
+    modules = (ckpt, ckpt.planning, ckpt.partial, ckpt.runs, ckpt_training, ckpt_recorder, ckpt_serving)
+    things = [getattr(module, name) for module in modules for name in module.__all__]
+    plain = {thing for thing in things if isinstance(thing, FunctionType) and signature(thing).parameters}
+    plain |= {
+        thing.__init__
+        for thing in things
+        if isinstance(thing, type)
+        and not is_dataclass(thing)
+        and not issubclass(thing, Exception)
+        and isinstance(vars(thing).get("__init__"), FunctionType)
+    }
+    unchecked = {call.__qualname__ for call in plain if not hasattr(call, "__wrapped__")}
+    assert unchecked == UNCHECKED
+
+
+def test_function_of_checkpoints_says_that_a_path_is_none() -> None:
+    for call in (lambda: ckpt.average(["a.pt"]), lambda: ckpt.merge_lora("a.pt", "b")):  # type: ignore[list-item, arg-type]
+        with pytest.raises(ckpt.InvalidArgumentError, match="Checkpoint"):
+            call()
 
 
 class Place:

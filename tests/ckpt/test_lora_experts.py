@@ -388,7 +388,7 @@ def test_order_of_parameters_that_shapes_do_not_tell_is_refused() -> None:
 
 
 def test_other_axes_are_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="out-in or in-out"):
+    with pytest.raises(InvalidArgumentError, match="'out-in' or 'in-out'"):
         merge_lora(model("stacks"), adapters(A, B)["stacked"], expert_axes="both")  # type: ignore[arg-type]
 
 
@@ -515,5 +515,5 @@ def test_conversion_refuses_what_it_would_have_to_guess() -> None:
     shared = {f"{ROOT}.w2.lora_A": A["down_proj"][0], f"{ROOT}.w2.lora_B": B["down_proj"][0]}
     with pytest.raises(UnsupportedError, match="do not state how many"):
         convert_lora(adapter(shared), "stacked")
-    with pytest.raises(InvalidArgumentError, match="a layout is one of"):
+    with pytest.raises(InvalidArgumentError, match="layout must be"):
         convert_lora(by_peft, "other")  # type: ignore[arg-type]

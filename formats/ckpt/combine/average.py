@@ -36,6 +36,7 @@ class Average(Edit):
         return tuple(path for path, _ in self.sources)
 
 
+@checked
 def average(sources: Sequence[Checkpoint], weights: Sequence[float] | None = None) -> Checkpoint:
     """The weighted mean of the models' tensors, without optimizer. All models must have the same names and shapes.
 

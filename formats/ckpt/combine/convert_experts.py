@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
-from typing import Literal, get_args
+from typing import Literal
 
 from ckpt.combine.adapter import PREFIX, adapter_config, adapter_tensors, lora_module, pattern_value, refusal
 from ckpt.combine.experts import (
@@ -16,9 +16,10 @@ from ckpt.combine.experts import (
     expert_modules,
     of_each_expert,
 )
+from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter
 from ckpt_formats.core.edits import edited
-from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
+from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.tensor import Tensor, ZeroBlob, checked_read
 from ckpt_formats.core.text import printable
@@ -71,6 +72,7 @@ class _Projection:
 _Projections = dict[str, _Projection]
 
 
+@checked
 def convert_lora(adapter: Checkpoint, layout: ExpertLayout, gate_up: GateUpRows | None = None) -> Checkpoint:
     """The adapter with its updates of experts in another layout; all else stays as it is.
 
@@ -86,8 +88,6 @@ def convert_lora(adapter: Checkpoint, layout: ExpertLayout, gate_up: GateUpRows 
     Raises `UnsupportedError` for adapters that have no updates of experts or do not fit the layout, and as
     `merge_lora`.
     """
-    if layout not in get_args(ExpertLayout) or gate_up not in (None, *get_args(GateUpRows)):
-        raise InvalidArgumentError(f"a layout is one of {', '.join(get_args(ExpertLayout))}")
     config = adapter_config(adapter)
     updates, _ = adapter_tensors(adapter)
     modules, others = expert_modules(adapter, updates, config)

@@ -1,6 +1,5 @@
 """A model with a LoRA adapter merged into it."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from ckpt.combine.experts import ExpertAxes, expert_modules
 from ckpt.combine.lora_experts import merged_experts
 from ckpt.combine.lora_merge import LoraMerge
 from ckpt.combine.sources import all_files, dropped_notices, model_of, untied_config
+from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter, Role
 from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import InvalidArgumentError
@@ -30,6 +30,7 @@ class MergeLora(Edit):
         return (self.adapter[0],)
 
 
+@checked
 def merge_lora(
     model: Checkpoint, adapter: Checkpoint, scale: float | None = None, *, expert_axes: ExpertAxes | None = None
 ) -> Checkpoint:
@@ -65,10 +66,6 @@ def merge_lora(
     model has no weight for a module of the adapter, or the adapter lacks a tensor, `NotFoundError` if there is no
     configuration.
     """
-    if scale is not None and not math.isfinite(scale):
-        raise InvalidArgumentError("the scale of an adapter must be finite")
-    if expert_axes not in (None, "out-in", "in-out"):
-        raise InvalidArgumentError("the axes of experts are out-in or in-out")
     if ADAPTER_CONFIG in model.extras and ADAPTER_CONFIG not in adapter.extras:
         raise InvalidArgumentError(
             "the model is an adapter, and the adapter is none",

@@ -15,7 +15,7 @@ from ckpt.job import AnyProgress, count_to
 from ckpt.pipeline import Execution, Resources, Result
 from ckpt.pipeline.checks import check_nothing_beside
 from ckpt.pipeline.targets import check_target
-from ckpt_formats.core.arguments import Checked, StrPath
+from ckpt_formats.core.arguments import Checked, StrPath, checked
 from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.files import read_whole
 from ckpt_formats.core.format import Plan, Receipt
@@ -42,6 +42,7 @@ class Copy(Checked):
         """The files that will be written, with notes. Raises `CkptError` if the copy cannot succeed."""
         return self._plan
 
+    @checked
     def run(
         self,
         *,
@@ -123,6 +124,7 @@ class Copy(Checked):
         return self._format.plan(self._selection.source)
 
 
+@checked
 def copy(
     source: StrPath,
     target: StrPath,

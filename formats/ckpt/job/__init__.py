@@ -18,7 +18,7 @@ from ckpt.pipeline.targets import is_published
 from ckpt.pipeline.write import Replay
 from ckpt.rename import prepare
 from ckpt_codecs.native import library
-from ckpt_formats.core.arguments import Checked, StrPath
+from ckpt_formats.core.arguments import Checked, StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import InvalidArgumentError, OutputError
 from ckpt_formats.core.format import Plan, WritableFormat
@@ -60,6 +60,7 @@ class Job(Checked):
     format: WritableFormat
     overwrite: bool = False
 
+    @checked
     def __init__(
         self,
         source: Checkpoint,
@@ -93,11 +94,13 @@ class Job(Checked):
         """The files that will be written. No tensor is read. Raises `CkptError` if the job cannot succeed."""
         return self._plan
 
+    @checked
     def store_reads(self, *, resources: Resources | None = None) -> StoreReads | None:
         """What writing requests from stores: bytes, and about how many requests. None if all files are local."""
         own = resources or Resources.of_machine()
         return estimate_reads(self._plan.files, pipeline.identities_of(self._source, self._format), own)
 
+    @checked
     def run(
         self,
         *,
@@ -119,6 +122,7 @@ class Job(Checked):
         execution = Execution.of(resources, executor=executor, locks=locks, read_back=read_back)
         return self._execute(execution, progress)
 
+    @checked
     def run_shard(
         self,
         number: int,
@@ -140,6 +144,7 @@ class Job(Checked):
         shard = Shard(number, count)
         return self._execute(Execution.of(resources, shard=shard, locks=locks, read_back=read_back), progress)
 
+    @checked
     def commit(
         self,
         *,
@@ -261,6 +266,7 @@ class Job(Checked):
         return replace(plan, notes=(*renaming, *plan.notes))
 
 
+@checked
 def save(
     source: Checkpoint,
     target: StrPath,

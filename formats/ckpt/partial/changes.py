@@ -12,11 +12,11 @@ import numpy as np
 
 from ckpt.partial.lost_blocks import STEP_COUNT, LostBlocks
 from ckpt.partial.recovery import take_blocks
-from ckpt_formats.core.arguments import MAY_BE_INFINITE, Checked, Count
+from ckpt_formats.core.arguments import MAY_BE_INFINITE, Checked, Count, Share, checked
 from ckpt_formats.core.checkpoint import MASTER, Checkpoint, Parameter
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.dtypes import is_float
-from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, UnsupportedError
+from ckpt_formats.core.errors import IncompleteError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box, Shape, flat_boxes
 from ckpt_formats.core.tensor import Tensor, read
@@ -40,6 +40,7 @@ class BlockChange(Checked):
     """Bytes of all its states of the weight's shape."""
 
 
+@checked
 def block_changes(saved: Checkpoint, current: Checkpoint, norm: Norm = 2) -> list[BlockChange]:
     """The distance of each block of the weights to its saved values, the largest first.
 
@@ -49,8 +50,6 @@ def block_changes(saved: Checkpoint, current: Checkpoint, norm: Norm = 2) -> lis
     Raises `IncompleteError` if a parameter has no saved values, `UnsupportedError` for another shape,
     `InvalidArgumentError` for another norm.
     """
-    if norm not in (1, 2):
-        raise InvalidArgumentError(f"the norm of a change is 1 or 2, not {norm}")
     changes: list[BlockChange] = []
     with Reader(check=False) as reader:
         for parameter in _trained(current):
@@ -58,13 +57,12 @@ def block_changes(saved: Checkpoint, current: Checkpoint, norm: Norm = 2) -> lis
     return sorted(changes, key=lambda change: -change.distance)
 
 
-def within_budget(changes: Iterable[BlockChange], share: float) -> list[BlockChange]:
+@checked
+def within_budget(changes: Iterable[BlockChange], share: Share) -> list[BlockChange]:
     """The first of these blocks that together have at most a share of all bytes, but at least one block.
 
     Raises `InvalidArgumentError` unless the share is above 0 and at most 1.
     """
-    if not 0 < share <= 1:
-        raise InvalidArgumentError(f"a share is above 0 and at most 1, not {share}")
     changes = list(changes)
     left, chosen = share * sum(change.nbytes for change in changes), list[BlockChange]()
     for change in changes:
@@ -75,7 +73,8 @@ def within_budget(changes: Iterable[BlockChange], share: float) -> list[BlockCha
     return chosen
 
 
-def apply_changes(saved: Checkpoint, current: Checkpoint, share: float, norm: Norm = 2) -> Checkpoint:
+@checked
+def apply_changes(saved: Checkpoint, current: Checkpoint, share: Share, norm: Norm = 2) -> Checkpoint:
     """Apply to a saved state the blocks that moved most, up to a share of all bytes. The other blocks stay as saved.
 
     Parameters that are not trained, step counts, groups and extras are the current ones. Appended to the chain of the

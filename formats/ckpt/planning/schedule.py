@@ -12,7 +12,7 @@ from ckpt.planning.waste import (
     expected_seconds_logged,
     young_seconds,
 )
-from ckpt_formats.core.arguments import MAY_BE_INFINITE, Checked, Count
+from ckpt_formats.core.arguments import MAY_BE_INFINITE, Checked, Count, checked
 from ckpt_formats.core.errors import UnsupportedError
 
 DAY = 86_400.0
@@ -77,6 +77,7 @@ class FailurePlan(Checked):
         return 1 - (1 - other.waste) / (1 - self.best.waste)
 
 
+@checked
 def plan_schedule(run: RunCosts, log: LogCosts | None = None, rates: DataRates | None = None) -> FailurePlan:
     """The schedules with the lowest waste that the write rate allows.
 

@@ -89,6 +89,7 @@ class Reading:
         self._run(ReadingOrder.of(checked_blocks(blocks), len(self._readers)))
         check_allowed(totals(change for reader in self._readers for change in reader.changes.seen()))
 
+    @checked
     def weights(self, *, mmap: bool = False) -> dict[str, Array]:
         """All weights and buffers of the model by name: writable arrays of any shape and dtype, read at once.
 
@@ -124,6 +125,7 @@ class Reading:
         first = next(arriving, None)
         return (self._evidence() if first is None else self._joined(chain([first], arriving)).evidence()).to_bytes()
 
+    @checked
     def verify(self, others: Iterable[bytes] = (), *, rest: bool = False) -> Verification:
         """Compare what this process and others have read with the checksums that the files promise.
 

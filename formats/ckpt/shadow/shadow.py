@@ -12,7 +12,7 @@ from ckpt.pipeline import Execution, Resources
 from ckpt.shadow.bases import add_base
 from ckpt.shadow.described import PartOfState
 from ckpt.shadow.turns import Turns
-from ckpt_formats.core.arguments import StrPath
+from ckpt_formats.core.arguments import StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import (
     CorruptError,
@@ -85,6 +85,7 @@ class Shadow:
     One thread calls `poll`. Others may call `frozen` and `status` meanwhile.
     """
 
+    @checked
     def __init__(
         self,
         chain: "StrPath | LogMirror",
@@ -139,6 +140,7 @@ class Shadow:
         """The last step whose states had the hashes that the run recorded."""
         return None if self._state is None else self._state.verified
 
+    @checked
     def poll(self, upto: int | None = None) -> int:
         """Apply some of the steps that appeared, none after `upto`. Returns how many: 0 if there are no more now.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ckpt_formats.core.arguments import MAX_INTEGER, Checked
+from ckpt_formats.core.arguments import MAX_INTEGER, Checked, checked
 from ckpt_formats.core.claims import MAX_RANKS
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import CorruptError, InvalidArgumentError, at_tensor
@@ -318,6 +318,7 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
 
         return any(isinstance(edit, edits.Select) for edit in self.history)
 
+    @checked
     def select(self, only: Sequence[str] = (), skip: Sequence[str] = ()) -> "Checkpoint":
         """The parameters whose names match one of `only` (all, if empty) and none of `skip`. Extras stay.
 
@@ -343,6 +344,7 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
 
         return edits.without_optimizer(self)
 
+    @checked
     def cast(self, dtype: str, allow_overflow: bool = False) -> "Checkpoint":
         """The model's floating-point weights rounded to `dtype` (`fp32`, `bf16`, ...), to nearest; other states stay.
 
@@ -358,6 +360,7 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
 
         return edits.cast(self, dtype, allow_overflow)
 
+    @checked
     def quantise(self, scheme: str, plain: Sequence[str] = ()) -> "Checkpoint":
         """The matrices of linear layers as codes and scales: `fp8-block` or `mxfp4`.
 
@@ -373,6 +376,7 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
 
         return quantised(self, scheme, plain)
 
+    @checked
     def rename(self, names: Mapping[str, str] | Callable[[str], str]) -> "Checkpoint":
         """Other names for parameters, by a mapping or a function; a name that a mapping leaves out stays.
 
@@ -382,6 +386,7 @@ class Checkpoint(Checked, Mapping[str, Parameter]):
 
         return edits.rename(self, names)
 
+    @checked
     def replace(self, arrays: Mapping[str, Any], *, new_names: bool = False, new_shapes: bool = False) -> "Checkpoint":
         """Other values for weights: arrays of the same shapes, of any dtype. Their optimizer states are dropped.
 

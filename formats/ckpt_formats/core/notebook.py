@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.distinct import distinct
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.text import format_nbytes, printable
@@ -147,6 +148,7 @@ class NotebookProgress:
     >>> ckpt.save(run, "copy", ckpt.Universal(), progress=ckpt.NotebookProgress("saving"))  # doctest: +SKIP
     """
 
+    @checked
     def __init__(self, label: str = "") -> None:
         """Show an empty bar. Raises `UnsupportedError` outside of a notebook."""
         self._label = label

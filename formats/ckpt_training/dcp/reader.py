@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 import ckpt
+from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError, InvalidArgumentError, UnsupportedError
 from ckpt_training import ranks
@@ -38,6 +39,7 @@ class CkptReader(StorageReader):
     torch itself raises `ValueError` for other shapes. After a load, `loaded` reports it.
     """
 
+    @checked
     def __init__(
         self,
         source: str | os.PathLike[str] | Checkpoint | None = None,

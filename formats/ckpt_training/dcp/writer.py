@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckpt_formats.containers.typed_json import decode, encode
+from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import MODEL, Origin, Role
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
@@ -58,6 +59,7 @@ class CkptWriter(StorageWriter):
     - `IncompleteError`: parts of a tensor that no rank has written
     """
 
+    @checked
     def __init__(
         self,
         target: str | os.PathLike[str] | None = None,
