@@ -441,7 +441,8 @@ def _named(kind: type) -> str:
     if issubclass(kind, Enum):
         return " or ".join(str(one) for one in kind)
     name = kind.__name__.lower() if kind.__module__ in ("collections.abc", "builtins") else kind.__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+    is_vowel = name[0].lower() in "aeiou" and not name.startswith("Uni")  # as in "a Universal"
+    return f"{'an' if is_vowel else 'a'} {name}"
 
 
 def _number(value: float) -> str:
