@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.job import replay_first
+from ckpt.pipeline import target as life
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import chain_file
 from damage import ckpt
@@ -247,6 +248,30 @@ def test_a_restore_that_is_stopped_leaves_no_target_and_goes_on(
         shutil.rmtree(stage, ignore_errors=True)  # killed between the last rename and the last removal
         assert is_state(out, whole / "step4")
     assert unfinished > STOPS // 2
+
+
+@pytest.mark.slow
+def test_what_was_replayed_of_another_chain_is_not_written(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, chain, seen = tmp_path / "out.pt", tmp_path / "chain", list[str]()
+    arguments = ("convert", f"{chain}@3", out, "--to", "torch", "--only", ".")
+
+    def interrupt(point: str) -> None:
+        seen.append(point)
+        if point == "written" and "renamed" in seen:
+            raise KeyboardInterrupt
+
+    shutil.copytree(whole / "run", chain)
+    monkeypatch.setattr(life, "reached", interrupt)
+    assert ckpt(*arguments).code == INTERRUPTED
+    assert list((tmp_path / ".out.pt.ckpt-partial").glob("replayed-*"))
+    monkeypatch.undo()
+    shutil.rmtree(chain)
+    for state, step in (("step1", 1), ("step4", 3)):
+        assert ckpt("append", chain, whole / state, "--step", step).code == 0
+    assert ckpt(*arguments).code == 0
+    assert is_state(out, whole / "step4")
 
 
 def test_spilled_states_of_a_killed_command_are_not_part_of_the_target(whole: Path, tmp_path: Path) -> None:

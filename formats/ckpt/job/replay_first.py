@@ -13,10 +13,9 @@ from ckpt.pipeline.folder_target import REPLAYED
 from ckpt.pipeline.target import StagedTarget
 from ckpt_formats.core.checkpoint import Checkpoint, Opened
 from ckpt_formats.core.errors import NoSpaceError, OutputError
-from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.format import ReadOptions, WritableFormat
 from ckpt_formats.core.notices import Notice
-from ckpt_formats.core.text import format_nbytes
+from ckpt_formats.core.text import PARTIAL, format_nbytes
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.write_replayed import replays_of_boxes, stored_delta_of
 
@@ -51,10 +50,13 @@ def with_content(source: Checkpoint, format: Universal) -> Universal:
 def replayed(source: Checkpoint, stage: StagedTarget, needed: int, write: Write) -> Checkpoint:
     """Replay a state into the workspace of a target, with which it is removed. Returns it without deltas.
 
-    What an interrupted run replayed there is used. Raises `NoSpaceError` unless there is space for it, and for `needed`
-    bytes that the target takes.
+    What an interrupted run replayed there of the same state is used, and what it replayed of others is removed. Raises
+    `NoSpaceError` unless there is space for it, and for `needed` bytes that the target takes.
     """
     folder = stage.workspace / f"{REPLAYED}{_name_of(source)}"
+    for other in stage.workspace.glob(f"*{REPLAYED}*"):
+        if other.name.removeprefix(".").removesuffix(PARTIAL) != folder.name:
+            shutil.rmtree(other, ignore_errors=True)
     if not folder.is_dir():
         _check_space(stage, _universal_nbytes(source) + needed)
         try:
@@ -66,13 +68,14 @@ def replayed(source: Checkpoint, stage: StagedTarget, needed: int, write: Write)
 
 
 def _name_of(source: Checkpoint) -> str:
-    """A name that differs from those of other states: from edits, the content id, or the step of the log."""
+    """A name that differs from those of other states: from the content id, or from the files that are read, and edits.
+
+    The same path and step may be those of another state later.
+    """
     path = source.path / manifest.NAME
-    if _is_edited(source):
-        return fingerprint(source.history)[:16]
-    if path.is_file():
+    if path.is_file() and not _is_edited(source):
         return manifest.load(path).content.removeprefix("blake2b-256:")[:16]
-    return f"step-{source.origin.step}"
+    return pipeline.job_id(source, source.identities, Universal())[:16]
 
 
 def _is_edited(source: Checkpoint) -> bool:
