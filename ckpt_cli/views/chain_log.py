@@ -285,7 +285,7 @@ def _segment_json(view: SegmentView) -> dict[str, Any]:
         "exact": segment.is_exact,
         "proved": _proved(segment),
         "difference": segment.difference,
-        "doubts": [
+        "uncertain_steps": [
             {"first": one.first, "last": one.last, "tensors": list(one.names)} for one in segment.doubtful_steps
         ],
         "elements": segment.layout.numel,

@@ -27,7 +27,9 @@ def show(checkpoint: Checkpoint, like: str, model: Any, top: int, as_json: bool)
         click.echo(f"{'':>10}  and {len(lines) - top:,} more (--top 0 shows all)")
     if fit.renamings:
         notes.flush()
-        after = "everything fits" if not fit.misfits_after else f"{counted(fit.misfits_after, 'name')} would not fit"
+        after = (
+            "everything fits" if not fit.mismatches_after else f"{counted(fit.mismatches_after, 'name')} would not fit"
+        )
         click.echo(f"with these options of `ckpt convert`, {after}: {_options(fit)}")
     conclude(_verdict(fit))
     return fit.ok
@@ -76,5 +78,5 @@ def _facts(checkpoint: Checkpoint, like: str, fit: Fit) -> dict[str, Any]:
         "retyped": [{"name": one.name, "dtype": one.dtype, "expected": one.expected} for one in fit.retyped],
         "tied": list(fit.tied),
         "renamings": [f"{pattern}={new}" for pattern, new in fit.renamings],
-        "misfits_after": fit.misfits_after,
+        "mismatches_after": fit.mismatches_after,
     }

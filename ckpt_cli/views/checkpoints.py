@@ -192,7 +192,7 @@ def facts_of(
         "path": None if path is None else str(path),
         "kind": kind,
         "checkpoints": [row.to_json() for row in rows],
-        "meant": _name(meant),
+        "default": _name(meant),
         "latest": _name(latest),
         "newest_whole": _name(newest_whole),
         **(dict.fromkeys(DETAILS) if details is None else details),

@@ -240,7 +240,7 @@ def print_ranks(
         for part in parts:
             own, foreign = moves(checkpoint, part.rank, files.of(part), files)
             row = {"file": part.file, "role": part.role, "rank": dict(part.rank), "nbytes": part.nbytes}
-            rows.append(row | {"kept_nbytes": own, "moved_nbytes": foreign})
+            rows.append(row | {"local_nbytes": own, "moved_nbytes": foreign})
         data({"target": str(target), "format": format_name, "nbytes": space_needed(parts), "files": rows})
         return
     click.echo("before")

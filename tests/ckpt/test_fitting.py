@@ -100,7 +100,7 @@ def test_a_renaming_that_check_prints_makes_everything_fit(before: str, after: s
     keys.write_text("\n".join(model))
     done = ckpt("check", path, "--like", keys, "--json")
     report = json.loads(done.out)
-    assert (done.code, report["fits"], report["misfits_after"]) == (1, False, 0)
+    assert (done.code, report["fits"], report["mismatches_after"]) == (1, False, 0)
     options = [word for one in report["renamings"] for word in ("--rename", one)]
     assert ckpt("convert", path, tmp_path / "renamed.safetensors", "--model-only", *options).code == 0
     assert ckpt("check", tmp_path / "renamed.safetensors", "--like", keys).code == 0

@@ -646,7 +646,7 @@ def test_the_plan_names_the_files_that_will_be_and_what_moves(stage: int, dp: in
     assert {row["file"]: row["nbytes"] for row in plan["files"]} == sizes
     assert plan["nbytes"] == sum(sizes.values())
     assert (plan["format"], plan["target"]) == ("deepspeed", str(tmp_path / "out"))
-    assert all(row["kept_nbytes"] + row["moved_nbytes"] <= row["nbytes"] for row in plan["files"])
+    assert all(row["local_nbytes"] + row["moved_nbytes"] <= row["nbytes"] for row in plan["files"])
     optimizers = [row for row in plan["files"] if row["role"] == "optimizer"]
     assert [row["rank"]["dp"] for row in optimizers] == list(range(dp if stage else 0))
 
@@ -655,7 +655,7 @@ def test_reshard_to_the_same_layout_changes_step_counts_only(tmp_path: Path) -> 
     plan = plan_of(ZERO1, tmp_path / "out")
     held_before = sum(tensor.nbytes for p, state, tensor in open_checkpoint(ZERO1).tensors() if p.role != "extra")
     assert [row["moved_nbytes"] for row in plan["files"]] == [0, 0, 8]  # the two groups', read on the first rank
-    assert sum(row["kept_nbytes"] for row in plan["files"]) >= held_before * 0.9
+    assert sum(row["local_nbytes"] for row in plan["files"]) >= held_before * 0.9
     apart = plan_of(ZERO1, tmp_path / "out", "--dp", 4)
     assert sum(row["moved_nbytes"] for row in apart["files"]) > 0
 

@@ -35,13 +35,13 @@ def test_inspect_lists_all_checkpoints_of_a_run(run: Path) -> None:
     report = json.loads(ckpt("inspect", run, "--json").out)
     assert [one["whole"] for one in report["checkpoints"]] == [False, False, True, True, True]
     assert "is missing" in report["checkpoints"][0]["problem"]
-    assert report["meant"] is None
+    assert report["default"] is None
 
 
 def test_folder_of_a_run_means_what_latest_names(run: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(run, tmp_path / "run")
     (folder / "latest").write_text("step-9\n")
-    assert json.loads(ckpt("inspect", folder, "--json").out)["meant"] == "step-9"
+    assert json.loads(ckpt("inspect", folder, "--json").out)["default"] == "step-9"
     done = ckpt("verify", folder)
     assert done.code == 0
     assert "of 5 checkpoints here, step-9 is read, because `latest` names it" in done.err

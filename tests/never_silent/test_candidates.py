@@ -35,7 +35,7 @@ def test_open_takes_no_stray_file_beside_checkpoints(stray: str, tmp_path: Path)
     assert f"holds the file {stray} and 2 checkpoints: a, b" in done.err
     listed = json.loads(ckpt("inspect", tmp_path / "run", "--json").out)
     assert [one["name"] for one in listed["checkpoints"]] == [stray, "a", "b"]
-    assert listed["meant"] is None
+    assert listed["default"] is None
     assert ckpt("verify", tmp_path / "run" / stray).code == 0
 
 
@@ -59,7 +59,7 @@ def test_the_final_model_of_a_trainer_is_read_and_its_checkpoints_are_shown(tmp_
     assert any("the model in the folder itself is read" in one and "checkpoint-20/" in one for one in notices)
     listed = json.loads(ckpt("inspect", run, "--json").out)
     assert [one["name"] for one in listed["checkpoints"]] == ["run", "checkpoint-10", "checkpoint-20"]
-    assert listed["meant"] == "run"
+    assert listed["default"] == "run"
     assert "means the model in the folder itself" in ckpt("inspect", run).out
 
 
@@ -76,7 +76,7 @@ def test_a_step_of_dcp_without_a_file_does_not_count_as_complete(tmp_path: Path)
     assert "newer, but the save was broken off: step-15" in text
     listed = json.loads(ckpt("inspect", tmp_path, "--json").out)
     assert [one["whole"] for one in listed["checkpoints"]] == [True, False, False]
-    assert (listed["newest_whole"], listed["meant"]) == ("step-5", "step-5")
+    assert (listed["newest_whole"], listed["default"]) == ("step-5", "step-5")
     shutil.rmtree(tmp_path / "step-5")
     done = ckpt("verify", tmp_path)
     assert (done.code, "__0_0.distcp is missing" in done.err) == (BROKEN, True)
@@ -98,6 +98,6 @@ def test_error_of_a_broken_newest_step_names_the_newest_whole_one(tmp_path: Path
     assert " newest complete " in rows["step-1"]
     assert "names step-3, which is incomplete" in shown.out
     listed = json.loads(ckpt("inspect", run, "--json").out)
-    assert (listed["latest"], listed["newest_whole"], listed["meant"]) == ("step-3", "step-1", None)
+    assert (listed["latest"], listed["newest_whole"], listed["default"]) == ("step-3", "step-1", None)
     shutil.rmtree(run / "step-1")
     assert "newest whole" not in ckpt("convert", run, tmp_path / "out").err

@@ -203,7 +203,7 @@ def run() -> str:
     ]
     last = rows[-1]["name"]
     return checkpoints.page_of(
-        {"path": "runs/<b>llama</b>", "checkpoints": rows, "meant": None, "latest": last, "newest_whole": last}
+        {"path": "runs/<b>llama</b>", "checkpoints": rows, "default": None, "latest": last, "newest_whole": last}
     )
 
 

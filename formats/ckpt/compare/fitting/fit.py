@@ -48,16 +48,16 @@ class Fit:
     """Names that are not there and need not be, because they share a tensor with another name."""
     renamings: tuple[Renaming, ...] = ()
     """Renamings, in this order, under which more would fit: patterns and replacements, as `--rename` takes them."""
-    misfits_after: int = 0
-    """How many misfits would remain after `renamings`."""
+    mismatches_after: int = 0
+    """How many mismatches would remain after `renamings`."""
 
     @property
     def ok(self) -> bool:
         """Would the model load it, with every name and every shape as expected?"""
-        return not self.misfits
+        return not self.mismatches
 
     @property
-    def misfits(self) -> int:
+    def mismatches(self) -> int:
         """How many names are missing, unexpected, or of another shape."""
         return len(self.missing) + len(self.unexpected) + len(self.reshaped)
 
@@ -71,7 +71,7 @@ def check(source: Checkpoint, like: Any) -> Fit:
     """
     names = tuple(dict.fromkeys((*source, *source.aliases)))
     fits = [_fit(source, names, names, expected) for expected in expected_of(like, names)]
-    return min(fits, key=lambda fit: (fit.misfits, fit.misfits_after))
+    return min(fits, key=lambda fit: (fit.mismatches, fit.mismatches_after))
 
 
 def _fit(source: Checkpoint, names: Sequence[str], new: Sequence[str], expected: Expected) -> Fit:
@@ -85,12 +85,12 @@ def _fit(source: Checkpoint, names: Sequence[str], new: Sequence[str], expected:
     for one in renamings:
         current = renamed(current, one)
     after = _compared(source, dict(zip(current, names, strict=True)), expected)
-    if after.misfits >= fit.misfits:
+    if after.mismatches >= fit.mismatches:
         return fit
     return Fit(
         *(fit.fitting, fit.missing, fit.unexpected, fit.reshaped, fit.retyped, fit.tied),
         renamings=renamings,
-        misfits_after=after.misfits,
+        mismatches_after=after.mismatches,
     )
 
 
