@@ -35,6 +35,8 @@ from killing import killed_after
 WIDTH, LAYERS, SECONDS = 258, 5, 120
 EVERY = 1000
 """Steps between bases: tests say when one begins."""
+BESIDE = 3
+"""Steps while a base is made, at most."""
 TRACED = 7
 """Steps whose memory is traced."""
 ROLLING, AT_ONCE = Bases(EVERY, spread=3), Bases(EVERY, spread=1)
@@ -82,11 +84,16 @@ class Run:
             self.truth[self.recorder.step] = self._state()
 
     def until_ready(self) -> BackgroundBases:
-        """Step until the base in progress is done, and another one can be made."""
-        deadline = time.monotonic() + SECONDS
+        """Step until the base in progress is done, and another one can be made; after some steps, only wait.
+
+        Each step is one more that a base, a proof and a restore replay.
+        """
+        deadline, steps = time.monotonic() + SECONDS, 0
         while self.bases is None or not (self.bases.is_ready or self.bases.failure):
             assert time.monotonic() < deadline
-            self.step()
+            if self.bases is None or steps < BESIDE:
+                self.step()
+                steps += 1
             time.sleep(0.05)
         return self.bases
 
