@@ -520,21 +520,21 @@ def step_adam_torch(
     w: Array, m: Array, v: Array, weight_factor: float, step_size: float, bias2_root: float, eps: float, out: Array
 ) -> None:
     """Fill `out` with the weights after a step, in torch's order of operations. All arrays: (n,) float32."""
-    _step_adam(kernels.step_adam_torch, w, m, v, (weight_factor, step_size, bias2_root, eps), out)
+    adam_steps("step_adam_torch", w, m, v, out)(weight_factor, step_size, bias2_root, eps)
 
 
 def step_adam_fused(
     w: Array, m: Array, v: Array, weight_factor: float, step_size: float, bias2_root: float, eps: float, out: Array
 ) -> None:
     """Fill `out` with the weights after a step, as torch's fused GPU kernels do. All arrays: (n,) float32."""
-    _step_adam(kernels.step_adam_fused, w, m, v, (weight_factor, step_size, bias2_root, eps), out)
+    adam_steps("step_adam_fused", w, m, v, out)(weight_factor, step_size, bias2_root, eps)
 
 
 def step_adam_deepspeed_cpu(
     w: Array, m: Array, v: Array, weight_factor: float, step_size: float, bias2_root: float, eps: float, out: Array
 ) -> None:
     """Fill `out` with the weights after a step, as DeepSpeed does on CPUs. All arrays: (n,) float32."""
-    _step_adam(kernels.step_adam_deepspeed_cpu, w, m, v, (weight_factor, step_size, bias2_root, eps), out)
+    adam_steps("step_adam_deepspeed_cpu", w, m, v, out)(weight_factor, step_size, bias2_root, eps)
 
 
 def step_adam_apex(
@@ -549,7 +549,7 @@ def step_adam_apex(
     out: Array,
 ) -> None:
     """Fill `out` with the weights after a step, as apex does. All arrays: (n,) float32."""
-    _step_adam(kernels.step_adam_apex, w, m, v, (weight_factor, step_size, bias2_factor, eps, bias1_factor), out)
+    adam_steps("step_adam_apex", w, m, v, out)(weight_factor, step_size, bias2_factor, eps, bias1_factor)
 
 
 def extrapolate_weights(
@@ -592,11 +592,20 @@ def scale(x: Array, factor: float, out: Array) -> None:
     kernels.scale(_read(x), out.size, factor, _write(out))
 
 
-def _step_adam(
-    kernel: Callable[..., int], w: Array, m: Array, v: Array, numbers: tuple[float, ...], out: Array
-) -> None:
+def adam_steps(kernel: str, w: Array, m: Array, v: Array, out: Array) -> Callable[..., Array]:
+    """Return what fills `out` with the weights after a step, by the numbers of the step, and returns it.
+
+    The addresses of the arrays, (n,) float32, are looked up once: that takes longer than a step of a few weights.
+    """
     _check_sizes(out.size, w, m, v)
-    kernel(_read(w), _read(m), _read(v), out.size, *numbers, _write(out))
+    function, inputs, filled = getattr(kernels, kernel), (_read(w), _read(m), _read(v), out.size), _write(out)
+    arrays = (w, m, v, out)  # they stay as long as the function that has their addresses
+
+    def step(*numbers: float) -> Array:
+        function(*inputs, *numbers, filled)
+        return arrays[-1]
+
+    return step
 
 
 def _read(array: Array) -> int:

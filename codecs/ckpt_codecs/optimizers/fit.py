@@ -3,7 +3,7 @@
 All arrays of a sample are (n,) float32; 0 stands for before and 1 for after the step.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +19,9 @@ from ckpt_codecs.optimizers.step import (
     FORMS,
     SEVERAL_STEPS,
     FittedStep,
-    adam_weights,
+    adam_weights_by,
     count_first_moment_matches,
-    descent_weights,
+    descent_weights_by,
     extrapolated_weights,
     gradient,
     gradient_bits,
@@ -220,23 +220,32 @@ def _search(start: FittedStep, sample: Sample) -> tuple[FittedStep, float]:
     """
     best = _fit_linear(start, sample)
     some = sample.subsample(4096)
-    share = _exact_share(best, some)
-    for _ in range(2):
-        for name, reach in (("step_size", STEP_NEIGHBOURS), ("weight_factor", FACTOR_NEIGHBOURS)):
-            neighbours = [float(x) for x in _neighbours(np.float32(getattr(best, name)), reach)]
-            for value in [*neighbours, getattr(start, name)]:
-                candidate = replace(best, **{name: value})
-                candidate_share = _exact_share(candidate, some)
-                if candidate_share > share:
-                    best, share = candidate, candidate_share
+    weights, actual = _weights_by(start, some), some.w1.view(np.uint32)
+    count = _count_equal(weights(best.weight_factor, best.step_size), actual)
+    begun = dict[str, FittedStep]()
+    for name, reach in 2 * (("step_size", STEP_NEIGHBOURS), ("weight_factor", FACTOR_NEIGHBOURS)):
+        if begun.get(name) is best:  # its neighbours were tried, and nothing else has changed since then
+            continue
+        begun[name] = best
+        neighbours = [float(x) for x in _neighbours(np.float32(getattr(best, name)), reach)]
+        factor, size = best.weight_factor, best.step_size
+        for value in [*neighbours, getattr(start, name)]:
+            predicted = weights(factor, value) if name == "step_size" else weights(value, size)
+            if (candidate_count := _count_equal(predicted, actual)) > count:
+                best, count = replace(best, **{name: value}), candidate_count
     return best, _exact_share(best, sample)
 
 
 def _weights(fitted: FittedStep, sample: Sample) -> Array:
+    return _weights_by(fitted, sample)(fitted.weight_factor, fitted.step_size)
+
+
+def _weights_by(fitted: FittedStep, sample: Sample) -> Callable[[float, float], Array]:
+    """Return what gives the weights after a step by its weight factor and step size, until it is called again."""
     if fitted.optimizer in DESCENT:
-        return descent_weights(fitted, sample.w0, sample.before["momentum_buffer"], sample.after["momentum_buffer"])
+        return descent_weights_by(fitted, sample.w0, sample.before["momentum_buffer"], sample.after["momentum_buffer"])
     divisors = sample.after.get(LARGEST, sample.after["exp_avg_sq"])
-    return adam_weights(fitted, sample.w0, sample.after["exp_avg"], divisors)
+    return adam_weights_by(fitted, sample.w0, sample.after["exp_avg"], divisors)
 
 
 def _compare(candidates: Iterator[FittedStep], sample: Sample) -> list[tuple[FittedStep, float]]:
@@ -267,7 +276,12 @@ def _share_of(candidate: tuple[FittedStep, float]) -> float:
 def _equal_share(predicted: Array, actual: Array) -> float:
     if not actual.size:
         return 0.0
-    return np.count_nonzero(predicted.view(np.uint32) == actual.view(np.uint32)) / actual.size
+    return _count_equal(predicted, actual.view(np.uint32)) / actual.size
+
+
+def _count_equal(predicted: Array, actual: Array) -> int:
+    """Return how many values, (n,) float32, have the bits `actual`, (n,) uint32."""
+    return int(np.count_nonzero(predicted.view(np.uint32) == actual))
 
 
 def _least_squares(inputs: Array, outputs: Array) -> list[float]:

@@ -4,7 +4,7 @@ All arrays of a call have one size n: weights `w`, first moments `m`, second mom
 are (n,) float32; 0 before and 1 after the step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -22,6 +22,12 @@ SEVERAL_STEPS = "several-steps"
 """Several steps, of which only the states before and after are known."""
 OPTIMIZERS = ("", *ADAM, *DESCENT, SEVERAL_STEPS)
 FORMS = 3
+_ADAM_KERNELS = {
+    "adam-torch": "step_adam_torch",
+    "adam-fused": "step_adam_fused",
+    "adam-deepspeed-cpu": "step_adam_deepspeed_cpu",
+    "adam-apex": "step_adam_apex",
+}
 
 
 @dataclass(frozen=True)
@@ -72,28 +78,35 @@ class FittedStep:
 
 def adam_weights(step: FittedStep, w: Array, m: Array, v: Array) -> Array:
     """Return the weights after a step of Adam, (n,) float32. `w`: before it; `m`, `v`: after it; (n,) float32."""
-    out = np.empty_like(w)
-    numbers = (step.weight_factor, step.step_size, step.bias2_root, step.eps)
-    if step.optimizer == "adam-torch":
-        deltas.step_adam_torch(w, m, v, *numbers, out)
-    elif step.optimizer == "adam-fused":
-        deltas.step_adam_fused(w, m, v, *numbers, out)
-    elif step.optimizer == "adam-deepspeed-cpu":
-        deltas.step_adam_deepspeed_cpu(w, m, v, *numbers, out)
-    else:
-        deltas.step_adam_apex(w, m, v, *numbers, step.bias1_factor, out)
-    return out
+    return adam_weights_by(step, w, m, v)(step.weight_factor, step.step_size)
+
+
+def adam_weights_by(step: FittedStep, w: Array, m: Array, v: Array) -> Callable[[float, float], Array]:
+    """Return what gives the same by weight factor and step size, (n,) float32, in an array that each call fills."""
+    steps = deltas.adam_steps(_ADAM_KERNELS[step.optimizer], w, m, v, np.empty_like(w))
+    others: tuple[float, ...] = (step.bias2_root, step.eps)
+    if step.optimizer == "adam-apex":
+        others += (step.bias1_factor,)
+    return lambda weight_factor, step_size: steps(weight_factor, step_size, *others)
 
 
 def descent_weights(step: FittedStep, w: Array, b0: Array, b1: Array) -> Array:
     """Return the weights after a step of gradient descent with momentum, (n,) float32. All arrays: (n,) float32."""
-    out = np.empty_like(w)
+    return descent_weights_by(step, w, b0, b1)(step.weight_factor, step.step_size)
+
+
+def descent_weights_by(step: FittedStep, w: Array, b0: Array, b1: Array) -> Callable[[float, float], Array]:
+    """Return what gives the same by weight factor and step size, (n,) float32, in an array that each call fills."""
+    out, momentum = np.empty_like(w), b1
     if step.optimizer == "sgd-nesterov":
-        lookahead = np.empty_like(w)
-        deltas.mix(b1, b0, 1 + step.beta1, -step.beta1, lookahead)
-        b1 = lookahead
-    deltas.step_momentum(w, b1, step.weight_factor, step.step_size, out)
-    return out
+        momentum = np.empty_like(w)
+        deltas.mix(b1, b0, 1 + step.beta1, -step.beta1, momentum)
+
+    def weights(weight_factor: float, step_size: float) -> Array:
+        deltas.step_momentum(w, momentum, weight_factor, step_size, out)
+        return out
+
+    return weights
 
 
 def extrapolated_weights(step: FittedStep, w: Array, m0: Array, v0: Array, m1: Array, v1: Array) -> Array:
