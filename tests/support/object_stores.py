@@ -105,7 +105,7 @@ class StoreServer:
 def moto() -> Iterator[StoreServer]:
     """moto's server, which keeps objects in memory."""
     port = free_port()
-    with _running([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port) as server:
+    with _running([sys.executable, "-I", str(Path(__file__).with_name("moto_s3.py")), str(port)], port) as server:
         yield server
 
 
