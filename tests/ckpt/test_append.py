@@ -313,7 +313,7 @@ class Work:
     "lengths",
     [
         pytest.param((3, 9), id="short"),
-        pytest.param((5, 20, 40 * TIMES), id="long", marks=pytest.mark.slow),  # campaigns append 800
+        pytest.param((5, 24 * TIMES), id="long", marks=pytest.mark.slow),  # campaigns append 480
     ],
 )
 def test_the_length_of_the_chain_changes_nothing(

@@ -18,8 +18,8 @@ from held import contents
 from killing import killed, points, spread
 from training import save_run
 
-POINTS = 10
-KILLS = 2
+POINTS = 8
+KILLS = 1
 """By the clock, in a process of its own, of each command."""
 COMMANDS = {
     "into": (("append", "RUN", "NEXT"), [1, 2, 3, 4, 5]),
