@@ -465,6 +465,7 @@ def test_leftovers_are_swept_by_recorders_and_by_commands_but_not_those_that_gro
     assert not begun.path.exists()
 
 
+@pytest.mark.slow
 def test_recorder_refuses_to_go_on_without_the_file_of_a_rank_and_restored_files_count(run: Run, chain: Path) -> None:
     with recorded(run, chain):
         run.step(2)
