@@ -21,6 +21,8 @@ R = TypeVar("R")
 
 _THREADS = 8
 """How many threads open files at once. On a shared file system, to open a file is mostly to wait."""
+_SHARES = 4
+"""So many shares of the files for each thread: a task for each small file would take as long as to open it."""
 _HINT = "Read it when no process writes it any longer."
 
 
@@ -66,13 +68,16 @@ def unrecorded() -> Iterator[None]:
 
 def in_threads(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """The results of `call` for each item, in their order. Files that the threads open are recorded in this context."""
-    waiting = [(copy_context(), item) for item in items]
+    waiting = list(items)
     if len(waiting) < 2:
-        return [context.run(call, item) for context, item in waiting]
+        return [copy_context().run(call, item) for item in waiting]
     from concurrent.futures import ThreadPoolExecutor  # a single file needs no threads
 
+    size = -(-len(waiting) // (_THREADS * _SHARES))
+    shares = [(copy_context(), waiting[at : at + size]) for at in range(0, len(waiting), size)]
     with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(lambda task: task[0].run(call, task[1]), waiting))
+        results = pool.map(lambda share: share[0].run(lambda: [call(item) for item in share[1]]), shares)
+        return [result for of_share in results for result in of_share]
 
 
 def note(path: Path, result: os.stat_result, known: Identities) -> None:

@@ -11,6 +11,7 @@ Source of the layout: APPNOTE 6.3.9, sections 4.3 and 4.5.3.
 
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
@@ -171,10 +172,9 @@ class Archive:
 
     def seals(self) -> Sequence[Seal]:
         """The checksums of all members that are not compressed, in file order. Reads and checks all local headers."""
-        starts = np.array(self._starts, np.int64)
-        for first, stop in _runs_of_zeros(starts):
+        if 0 in self._starts:
             with Window(self.path, self.base, self.length) as window:
-                self._locate(first, stop, window)
+                self._locate_rest(window)
         is_stored = (self.directory.nbytes != 0) & (self.directory.methods == 0)
         return _Seals(self, np.flatnonzero(is_stored).tolist()) if self.sealed else ()
 
@@ -210,10 +210,19 @@ class Archive:
     def check(self, window: ByteSource, limit: int) -> None:
         """Check all members except storages, and locate the storages. Raises `CorruptError`."""
         storages = f"{self.stem}/data/"
-        self._locate(0, len(self.directory), window)
+        self._locate_rest(window)
         for name in self.directory.names:
             if not name.startswith(storages):
                 self.read(name[len(self.stem) + 1 :], window, limit)
+
+    def locate_few(self, window: ByteSource) -> None:
+        """If there are few members, and not in a store, find where the data of each begin while the file is open.
+
+        A local header that lies is refused when its member is needed, as in a large archive.
+        """
+        if len(self.directory) <= _MIN_AHEAD and not is_remote(self.path):
+            with suppress(CorruptError):
+                self._locate(0, len(self.directory), window)
 
     def start(self, member: ZipMember) -> int:
         """Offset of the data of a member in the file, in bytes."""
@@ -256,6 +265,12 @@ class Archive:
         if is_remote(self.path):
             for header in self.directory.headers[first:stop].tolist():
                 request(self.path, self.base + header, _LOCAL_DTYPE.itemsize)
+
+    def _locate_rest(self, window: ByteSource) -> None:
+        """Find where the data of all members begin for which this is not known yet."""
+        if 0 in self._starts:
+            for first, stop in _runs_of_zeros(np.array(self._starts, np.int64)):
+                self._locate(first, stop, window)
 
     def _locate(self, first: int, stop: int, window: ByteSource) -> None:
         """Find where the data of the members `first` to `stop` begin: the lengths are in their local headers.
@@ -370,6 +385,7 @@ def read_directory(window: ByteSource) -> Archive:
     archive = read_members(window)
     archive.stem = _stem(archive)
     archive.find_storages()
+    archive.locate_few(window)
     return archive
 
 
