@@ -6,6 +6,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return of
 
 
+@pytest.fixture(scope="module")
+def good_values(whole: Callable[[str], Path]) -> Callable[[str], Content]:
+    """The values of the good checkpoint of a format, read once."""
+    return cache(lambda name: values_of(open_checkpoint(whole(name))))
+
+
 @pytest.fixture
 def copied(whole: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
     """A copy of it, to be damaged."""
@@ -68,13 +75,18 @@ def values_of(checkpoint: Checkpoint) -> Content:
     return {key: values for key, values in contents(checkpoint).items() if key[0] not in extras}
 
 
-def outcome(path: Path) -> Content | None:
-    """All values, if the checkpoint opens and `verify` finds nothing; None where it is refused by a `CkptError`."""
+def accepted(path: Path) -> tuple[Checkpoint, Content] | None:
+    """The checkpoint and all its values, if it opens and `verify` finds nothing; None if a `CkptError` refuses it."""
     try:
         checkpoint = open_checkpoint(path)
-        return None if find_problems(checkpoint, EFFORT) else values_of(checkpoint)
+        return None if find_problems(checkpoint, EFFORT) else (checkpoint, values_of(checkpoint))
     except CkptError:
         return None
+
+
+def outcome(path: Path) -> Content | None:
+    """All values of a checkpoint that is accepted."""
+    return result[1] if (result := accepted(path)) is not None else None
 
 
 def files_of(path: Path) -> list[Path]:
@@ -160,10 +172,10 @@ HARMS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("harm", HARMS)
 @EACH
 def test_format_refuses_a_damaged_file_or_reads_no_other_value(
-    name: str, harm: str, whole: Callable[[str], Path], copied: Callable[[str], Path]
+    name: str, harm: str, good_values: Callable[[str], Content], copied: Callable[[str], Path]
 ) -> None:
     """What comes of a checkpoint one of whose files is damaged is a part of what was there, or a `CkptError`."""
-    good, path, refused = values_of(open_checkpoint(whole(name))), copied(name), 0
+    good, path, refused = good_values(name), copied(name), 0
     for file in files_of(path):
         data = file.read_bytes()
         HARMS[harm](file)
@@ -182,10 +194,10 @@ def test_format_refuses_a_damaged_file_or_reads_no_other_value(
 @pytest.mark.slow
 @EACH
 def test_format_refuses_a_file_that_is_cut(
-    name: str, whole: Callable[[str], Path], copied: Callable[[str], Path]
+    name: str, good_values: Callable[[str], Content], copied: Callable[[str], Path]
 ) -> None:
     """A small file at every byte, a large one at its beginning, its end and in between."""
-    good, path, refused = values_of(open_checkpoint(whole(name))), copied(name), 0
+    good, path, refused = good_values(name), copied(name), 0
     for file in files_of(path):
         data = file.read_bytes()
         places = {*range(0, 60, 6), *range(0, len(data), len(data) // 12 + 1), len(data) - 9, len(data) - 1}
@@ -200,19 +212,23 @@ def test_format_refuses_a_file_that_is_cut(
 
 @pytest.mark.slow
 @EACH
-def test_format_finds_a_flipped_bit(name: str, whole: Callable[[str], Path], copied: Callable[[str], Path]) -> None:
-    good, path, rng = values_of(open_checkpoint(whole(name))), copied(name), random.Random(name)
-    extras, groups = plain(open_checkpoint(path).extras), open_checkpoint(path).groups
+def test_format_finds_a_flipped_bit(
+    name: str, good_values: Callable[[str], Content], copied: Callable[[str], Path]
+) -> None:
+    good, path, rng = good_values(name), copied(name), random.Random(name)
+    whole = open_checkpoint(path)
+    extras, groups = plain(whole.extras), whole.groups
     files, refused = sorted(one for one in path.rglob("*") if one.is_file()) or [path], 0
     for _ in range(40 * TIMES):
         file = rng.choice(files)
         at, bit = rng.randrange(file.stat().st_size), rng.randrange(8)
         flip(file, at, bit)
-        result = outcome(path)
+        result = accepted(path)
         if result is not None and name not in UNSEALED:
-            assert result == good, (file, at, bit)
-            assert plain(open_checkpoint(path).extras) == extras, (file, at, bit)
-            assert open_checkpoint(path).groups == groups, (file, at, bit)
+            checkpoint, values = result
+            assert values == good, (file, at, bit)
+            assert plain(checkpoint.extras) == extras, (file, at, bit)
+            assert checkpoint.groups == groups, (file, at, bit)
         refused += result is None
         flip(file, at, bit)
     assert refused or name in UNSEALED

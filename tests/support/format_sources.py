@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from ckpt.job import save
 from ckpt_formats.containers.gguf import BLOCK_TYPES, header_bytes, placed
+from ckpt_formats.core.edits import select
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
 from damage import SAMPLES
@@ -58,6 +59,14 @@ def fairseq2(step: Path, ranks: int = 1) -> Path:
             (step / file).parent.mkdir(parents=True, exist_ok=True)
             torch.save(content, step / file)
     return step
+
+
+def _deepspeed_universal(target: Path) -> Path:
+    """A few parameters of what DeepSpeed's converter wrote: it takes four files for each."""
+    (converted_by_deepspeed,) = SAMPLES.glob("ds_to_universal-*-zero1-bf16-dp2")
+    some = ("odd", "scale", "places", "word.weight", "norm.*", "blocks.1.mlp.up.*")
+    save(select(open_checkpoint(converted_by_deepspeed), some, ()), target, writable("deepspeed-universal"))
+    return target
 
 
 def _fsdp_ranks(target: Path) -> Path:
@@ -122,7 +131,7 @@ def _torchtune(target: Path) -> Path:
 MAKE: dict[str, Callable[[Path], Path]] = {
     "universal": converted("universal"),
     "chain": sample("universal-1-delta"),
-    "deepspeed-universal": sample("ds_to_universal-*-zero1-bf16-dp2"),
+    "deepspeed-universal": _deepspeed_universal,
     "megatron": sample("megatron-*-dist"),
     "megatron-legacy": sample("megatron-*-legacy"),
     "deepspeed": sample("deepspeed-*-zero1-bf16-dp2"),
