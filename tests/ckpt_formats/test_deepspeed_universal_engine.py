@@ -14,6 +14,7 @@ import torch
 from ckpt.findings import find_problems
 from ckpt.job import save
 from ckpt.pipeline import Execution
+from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.registry import writable
 from ckpt_formats.registry.opening import open_checkpoint
@@ -65,17 +66,28 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("theirs")
 
 
+@pytest.fixture(scope="module", params=CONVERTED)
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def restored(kind: str, theirs: Path, failures: dict[str, str | None]) -> Checkpoint:
+    """What DeepSpeed's converter made of a kind, opened once."""
+    return open_checkpoint(theirs / kind)
+
+
 def test_converter_of_deepspeed_gets_as_far_as_the_page_states(failures: dict[str, str | None]) -> None:
     assert [kind for kind, failure in failures.items() if failure is None] == [
         name for name, kind in KINDS.items() if converts(kind)
     ]
 
 
-@pytest.mark.parametrize("kind", CONVERTED)
 def test_converted_universal_checkpoint_has_the_values_of_the_engine(
-    kind: str, zoo: Path, theirs: Path, failures: dict[str, str | None]
+    kind: str, restored: Checkpoint, zoo: Path
 ) -> None:
-    restored, truth = open_checkpoint(theirs / kind), truth_of(zoo, kind)
+    truth = truth_of(zoo, kind)
     for states in truth["params"].values():
         lost = states.pop("max_exp_avg_sq", None)
         assert (lost is not None) == any("max_exp_avg_sq" in notice for notice in restored.notices)
@@ -83,11 +95,10 @@ def test_converted_universal_checkpoint_has_the_values_of_the_engine(
     assert find_problems(restored, Execution()) == []
 
 
-@pytest.mark.parametrize("kind", CONVERTED)
 def test_converted_universal_checkpoint_has_the_extras_of_its_source(
-    kind: str, zoo: Path, theirs: Path, failures: dict[str, str | None]
+    kind: str, restored: Checkpoint, zoo: Path
 ) -> None:
-    restored, source = open_checkpoint(theirs / kind), open_checkpoint(zoo / kind / "ckpt")
+    source = open_checkpoint(zoo / kind / "ckpt")
     assert restored.groups == source.groups
     assert restored.aliases == source.aliases
     assert list(restored.parameters) == list(source.parameters)
