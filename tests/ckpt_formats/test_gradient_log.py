@@ -48,7 +48,7 @@ from ckpt_formats.universal.gradients.segment import Segment, open_segment, rank
 from ckpt_formats.universal.gradients.state import Base, checkpoint_at
 from damage import BROKEN, NOT_FOUND, OUTPUT, UNSAFE, UNSUPPORTED, ckpt
 from effort import TIMES
-from gradient_logs import OPTIONS, Entry, Log, coded, fingerprint, mutants, restored, same, small_log, values_of, vector
+from gradient_logs import OPTIONS, Entry, Log, changes, coded, fingerprint, restored, same, small_log, values_of, vector
 from held import folder
 
 MUTATIONS = 126 * TIMES
@@ -442,14 +442,15 @@ def test_a_log_of_another_model_does_not_fit_a_base(small: Log, tmp_path: Path) 
 
 def _sampled(fields: Any, seed: int, count: int) -> list[tuple[str, Any]]:
     """So many changes: of each place about as many."""
-    changed, seen = list(mutants(fields)), Counter[str]()
-    random.Random(seed).shuffle(changed)
+    ways, seen = list(changes(fields)), Counter[str]()
+    random.Random(seed).shuffle(ways)
     turns = list[int]()
-    for what, _ in changed:
+    for what, _ in ways:
         place = what.partition(" ")[0]
         turns.append(seen[place])
         seen[place] += 1
-    return [changed[at] for at in sorted(range(len(changed)), key=turns.__getitem__)[:count]]
+    chosen = [ways[at] for at in sorted(range(len(ways)), key=turns.__getitem__)[:count]]
+    return [(what, change()) for what, change in chosen]
 
 
 def _fields(content: bytes) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,21 +218,26 @@ HOSTILE: list[Any] = [
 
 def mutants(fields: Any) -> Iterable[tuple[str, Any]]:
     """Copies of some JSON, each with one place that is otherwise, and which place that is."""
+    return ((what, change()) for what, change in changes(fields))
+
+
+def changes(fields: Any) -> Iterable[tuple[str, Callable[[], Any]]]:
+    """The same, where a copy is made only when it is asked for."""
     for path in _places(fields):
-        shown = ".".join(map(str, path))
+        shown, changed = ".".join(map(str, path)), partial(_changed, fields, path)
         for value in HOSTILE:
             yield (
                 f"{shown} = {value!r:.30}",
-                _changed(fields, path, lambda holder, key, value=value: holder.__setitem__(key, value)),
+                partial(changed, lambda holder, key, value=value: holder.__setitem__(key, value)),
             )
-        yield f"{shown} missing", _changed(fields, path, lambda holder, key: holder.__delitem__(key))
+        yield f"{shown} missing", partial(changed, lambda holder, key: holder.__delitem__(key))
         if isinstance(_at(fields, path), list):
-            yield f"{shown} twice", _changed(fields, path, lambda holder, key: holder.__setitem__(key, holder[key] * 2))
-            yield f"{shown} reversed", _changed(fields, path, lambda holder, key: holder[key].reverse())
+            yield f"{shown} twice", partial(changed, lambda holder, key: holder.__setitem__(key, holder[key] * 2))
+            yield f"{shown} reversed", partial(changed, lambda holder, key: holder[key].reverse())
         if isinstance(_at(fields, path), (list, str)):
             yield (
                 f"{shown} longer",
-                _changed(fields, path, lambda holder, key: holder.__setitem__(key, holder[key] + holder[key][:1])),
+                partial(changed, lambda holder, key: holder.__setitem__(key, holder[key] + holder[key][:1])),
             )
 
 
