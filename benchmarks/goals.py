@@ -5,15 +5,16 @@ through a warm page cache; outputs are removed, and what the last program left i
 Figures are medians of user + system seconds and of wall seconds of whole commands, start included. Sources:
 
     start     a sample, and a chain of two of its states
-    convert   a Llama with Adam's states in the format of each engine, --gigabytes each (`resharding.py`)
+    convert   a Llama with Adam's states in the format of each engine, --gigabytes each (`resharding.py`), into a
+              folder and into one file; from the universal format also to DCP, and from `.ucp` to `.pt`
     reshard   ZeRO to four tensor-parallel ranks, --reshard-gigabytes
     compress  a state of real training: `trajectory.py` makes it, or --state FILE
     many      20,000 parameters, 80,000 tensors, from `torch.save` (`many_tensors.py`)
     chain     the trained state, moved a little at each step, 6 and 31 members, with a tip
     plan      ZeRO-3 of 10,240 parameters for 1,024 ranks (`planning.py`)
 
-`--only compress` runs one section. Nothing is asserted: misses are printed as such, and written down in
-benchmarks/results.
+`--only compress` runs one section. Each line has what was measured, the limits, and whether they hold. Nothing is
+asserted: misses are written down in benchmarks/results, with the stage that holds them back.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Goal:
     limit: Callable[[Mapping[str, Run]], float]
     """The most wall seconds, given the medians of all programs of the section."""
     cpu: Callable[[Mapping[str, Run]], float] = field(default=lambda runs: float("inf"))
-    """The most CPU seconds."""
+    """The most CPU seconds, likewise."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ def seconds(limit: float) -> Callable[[Mapping[str, Run]], float]:
     return lambda runs: limit
 
 
-def times(factor: float, other: str, more: float = 0.0) -> Callable[[Mapping[str, Run]], float]:
-    return lambda runs: factor * runs[other].wall + more
+def times(factor: float, other: str) -> Callable[[Mapping[str, Run]], float]:
+    return lambda runs: factor * runs[other].wall
 
 
 def copy(source: Path, out: Path, flushed: bool = True) -> tuple[str, ...]:
@@ -89,7 +90,7 @@ def start(inputs: Path, out: Path) -> Iterator[Section]:
     yield Section(
         (
             Goal("--help", ckpt("--help"), "0.1 s", seconds(0.1)),
-            Goal("inspect, tiny", ckpt("inspect", inputs / "tiny"), "0.25 s", seconds(0.25)),
+            Goal("inspect, tiny", ckpt("inspect", inputs / "tiny"), "0.12 s", seconds(0.12)),
             Goal("log", ckpt("log", chain), "0.25 s", seconds(0.25)),
         )
     )
@@ -99,10 +100,25 @@ def convert(inputs: Path, out: Path, gigabytes: float) -> Iterator[Section]:
     for form in FORMATS:
         source = _written(inputs, form, gigabytes)
         name, copied = f"convert {form} to universal", f"cp + fsync, {form}"
-        folder = Goal(name, ckpt("convert", source, f"{out}/"), "1.2 x cp + fsync + 0.3 s", times(1.2, copied, 0.3))
-        one_file = Goal(f"{name}, .ucp", ckpt("convert", source, f"{out}.ucp"), "1.15 x the folder", times(1.15, name))
-        yield Section((folder, one_file), {copied: copy(source, out)})
+        goals = [
+            Goal(name, ckpt("convert", source, f"{out}/"), "1.5 x cp + fsync", times(1.5, copied)),
+            Goal(f"{name}, .ucp", ckpt("convert", source, f"{out}.ucp"), "1.15 x the folder", times(1.15, name)),
+        ]
+        if form == "universal":
+            dcp = ckpt("convert", source, out, "--to", "dcp")
+            goals.append(Goal("convert universal to dcp", dcp, "1.8 x cp + fsync", times(1.8, copied)))
+        yield Section(tuple(goals), {copied: copy(source, out)})
+        if form == "universal":
+            yield _file_to_file(source, inputs / "state.ucp", out)
+            _remove(inputs / "state.ucp")
         _remove(source)
+
+
+def _file_to_file(source: Path, file: Path, out: Path) -> Section:
+    """From `.ucp`, which is made, to `.pt`."""
+    measure(ckpt("convert", source, file))
+    goal = Goal("convert .ucp to .pt", ckpt("convert", file, f"{out}.pt"), "1.8 x cp + fsync", times(1.8, "cp + fsync"))
+    return Section((goal,), {"cp + fsync": copy(file, out)})
 
 
 def reshard(inputs: Path, out: Path, gigabytes: float) -> Iterator[Section]:
@@ -120,7 +136,8 @@ def compressed(inputs: Path, out: Path, state: Path, gigabytes: float) -> Iterat
     source = compress.make(state, int(gigabytes * 1e9), inputs / "state.pt")
     small = inputs / "small"
     measure(ckpt("compress", source, f"{small}/"))
-    print(f"ratio of ckpt compress: {size(source) / size(small):.3f}, goal 1.42", flush=True)
+    ratio = size(source) / size(small)
+    print(f"ratio of ckpt compress: {ratio:.3f}  goal 1.42: {_reached(ratio >= 1.42)}", flush=True)
     programs = compress.programs(source, out, inputs, 2)
     zstd = next(name for name in programs if name.startswith("zstd -T"))
     others = {zstd: tuple(programs[zstd].command), "cp + fsync": copy(source, out)}
@@ -128,8 +145,8 @@ def compressed(inputs: Path, out: Path, state: Path, gigabytes: float) -> Iterat
         Goal(
             "compress, checked",
             ckpt("compress", source, f"{out}/"),
-            f"wall of {zstd}, CPU 0.7 of it",
-            times(1.0, zstd),
+            f"0.9 x {zstd}, CPU 0.7 x",
+            times(0.9, zstd),
             lambda runs: 0.7 * runs[zstd].cpu,
         ),
         Goal("decompress", ckpt("decompress", small, out), "1.5 x cp + fsync", times(1.5, "cp + fsync")),
@@ -192,8 +209,12 @@ def plan() -> Iterator[str]:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     figures = json.loads(done.stdout)
     for name, goal, unit in (("plan", 5.0, "CPU s"), ("reshard", 10.0, "CPU s"), ("peak", 200.0, "MB")):
-        reached = "reached" if figures[name] <= goal else "MISSED"
+        reached = _reached(figures[name] <= goal)
         yield f"plan ZeRO-3, 1,024 x 10,240: {name:8} {figures[name]:8.2f} {unit}, goal {goal:g}: {reached}"
+
+
+def _reached(holds: bool) -> str:
+    return "reached" if holds else "MISSED"
 
 
 def _written(inputs: Path, form: str, gigabytes: float) -> Path:
@@ -231,17 +252,18 @@ def report(section: Section, rounds: int, scratch: Path) -> Iterator[str]:
         yield f"{name:34} {middle[name].wall:7.2f} s {middle[name].cpu:7.2f} CPU s"
     for goal in section.goals:
         run, limit, cpu = middle[goal.name], goal.limit(middle), goal.cpu(middle)
-        reached = "reached" if run.wall <= limit and run.cpu <= cpu else "MISSED"
+        cpu_limit = "" if cpu == float("inf") else f" and {cpu:.2f} CPU s"
         yield (
             f"{goal.name:34} {run.wall:7.2f} s {run.cpu:7.2f} CPU s {run.process / 1e6:6.0f} MB"
-            f"  goal {goal.text} = {limit:.2f} s, ratio {run.wall / limit:.2f}: {reached}"
+            f"  goal {goal.text} = {limit:.2f} s{cpu_limit}, ratio {run.wall / limit:.2f}: "
+            f"{_reached(run.wall <= limit and run.cpu <= cpu)}"
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--gigabytes", type=float, default=0.8)
     parser.add_argument("--reshard-gigabytes", type=float, default=4.0)
     parser.add_argument("--state", type=Path, default=state_path(default_folder()), help="a state of real training")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
