@@ -30,7 +30,9 @@ from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, Unsup
 from ckpt_formats.core.values import Global, Record, Size, StdDict, TensorName, Value, kind_of, opaque
 
 _MAX_WRITTEN = 32_000_000
-"""Values. A text or an array counts one more for every 32 bytes."""
+"""Values. A text or an array counts more."""
+_COUNTED = 32
+"""Bytes of a text or an array that count as one value more."""
 _MAX_REPEATED = 400_000
 """The same count, for values that are written again because several places share them."""
 _SURROGATES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
@@ -73,12 +75,16 @@ class _Encoder:
         self._seen: set[int] = set()
 
     def encode(self, value: Value, depth: int) -> Any:
-        self._count(value)
+        kind = type(value)
+        if kind is str and len(value) < _COUNTED:
+            self._written += 1  # as `_count` does
+        else:
+            self._count(value)
         if depth > MAX_DEPTH or self._written > _MAX_WRITTEN or self._repeated > _MAX_REPEATED:
             raise UnsafeError("a value contains itself, or is nested too deeply or repeated too often")
-        if value is None or isinstance(value, bool):
+        if value is None or kind is bool or (kind is str and value.isascii()):
             return value
-        write = _writer(type(value))
+        write = _writer(kind)
         if write is None:
             raise UnsupportedError(f"{kind_of(value)} cannot be a value of a checkpoint")
         return write(value, lambda inner: self.encode(inner, depth + 1))
@@ -86,9 +92,9 @@ class _Encoder:
     def _count(self, value: Value) -> None:
         amount = 1
         if isinstance(value, (str, bytes, bytearray)):
-            amount += len(value) // 32
+            amount += len(value) // _COUNTED
         elif isinstance(value, np.ndarray):
-            amount += value.nbytes // 32
+            amount += value.nbytes // _COUNTED
         self._written += amount
         if amount > 1 or isinstance(value, (list, tuple, dict, set, frozenset, Record)):
             if id(value) in self._seen:

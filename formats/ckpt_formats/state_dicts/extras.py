@@ -21,6 +21,7 @@ _MAX_SHOWN = 40
 _ATOMS = frozenset((bool, int, float, str, bytes, type(None)))
 """Types that contain nothing; most values of a parameter have one of them."""
 _PLAIN_KEYS = (str, int, float, bytes, complex, type(None), Global, np.generic, CompactRecord, TensorName)
+_TEXT = frozenset((str,))
 _LEAVES = {str, int, float, bool, type(None), TensorRef, TensorName, Tensor}
 """The types of most leaves."""
 
@@ -48,7 +49,7 @@ def tensors_for_names(value: Value, parameters: Mapping[str, Parameter]) -> Valu
 
 def map_leaves(value: Value, leaf: Callable[[Value], Value]) -> Value:
     """The value with `leaf(item)` in the place of every item that is not a container."""
-    return _Visitor(lambda item, name: leaf(item), is_named=False).walk(value, "", 0)
+    return _Visitor(lambda item, name: leaf(item), leaf).walk(value, "", 0)
 
 
 def map_leaves_by_name(value: Value, name: str, leaf: Callable[[Value, str], Value]) -> Value:
@@ -108,10 +109,10 @@ class _Extraction:
 class _Visitor:
     """Rebuilds a tree of values. A value that several places share is rebuilt once and shared again."""
 
-    def __init__(self, leaf: Callable[[Value, str], Value], is_named: bool = True) -> None:
-        """`is_named`: the places of leaves are needed. A tree may have a million leaves."""
+    def __init__(self, leaf: Callable[[Value, str], Value], unnamed: Callable[[Value], Value] | None = None) -> None:
+        """`unnamed`: the same as `leaf`, if the places of leaves are not needed. A tree may have a million leaves."""
         self._leaf = leaf
-        self._is_named = is_named
+        self._unnamed = unnamed
         self._done: dict[int, tuple[Value, Value]] = {}
 
     def walk(self, value: Value, name: str, depth: int) -> Value:
@@ -125,9 +126,16 @@ class _Visitor:
         return result
 
     def _rebuild(self, value: Value, name: str, depth: int) -> Value:
+        leaf = self._unnamed
+        if leaf is not None and type(value) is dict and _TEXT.issuperset(map(type, value)):
+            return {
+                key: leaf(item) if type(item) in _LEAVES else self.walk(item, f"{name}/{key}", depth)
+                for key, item in value.items()
+            }
+
         def inner(item: Value, key: Value) -> Value:
-            if type(item) in _LEAVES and not self._is_named:
-                return self._leaf(item, "")
+            if leaf is not None and type(item) in _LEAVES:
+                return leaf(item)
             return self.walk(item, f"{name}/{key}", depth)
 
         if isinstance(value, StdDict):

@@ -74,6 +74,8 @@ class _StorageRun:
 def find_shared(named: Mapping[Place, str]) -> tuple[list[list[str]], dict[Place, dict[str, Value]]]:
     """The runs that contain several tensors, and the layout of each tensor that is inside a run or not in C order."""
     runs = _runs(named)
+    if len(runs) == len(named):  # each has a storage of its own, and is contiguous
+        return [], {}
     starts = [run.start for run in runs]
     places_by_run: dict[int, list[Place]] = {}
     layouts: dict[Place, dict[str, Value]] = {}

@@ -1,6 +1,7 @@
 """The lazy states of a parameter, as the index states them, and the checksums of their bytes."""
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,9 +14,10 @@ from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
+from ckpt_formats.core.geometry import Shape
 from ckpt_formats.core.seals import Leaves, Seal
 from ckpt_formats.core.state_names import from_stored, to_stored
-from ckpt_formats.core.tensor import Blob, FileBlob, Tensor
+from ckpt_formats.core.tensor import Array, Blob, FileBlob, Tensor
 from ckpt_formats.core.text import printable
 from ckpt_formats.universal.chunked import ChunkedTensor, ChunkStore, EncodedBlob
 from ckpt_formats.universal.entry import DELTA, DeltaEntry, ParameterEntry, StateEntry
@@ -104,11 +106,8 @@ def _delta_store(files: PackFiles, entry: ParameterEntry, delta: DeltaEntry) -> 
 
 def _plain_seal(files: PackFiles, entry: ParameterEntry, name: str, state: StateEntry) -> Seal:
     assert state.extent is not None
-    extent, chunking = state.extent, Chunking.default(state.shape)
-    chunk_nbytes = chunking.chunk_size * DTYPES[state.dtype].itemsize
-    lengths = np.full(chunking.count, chunk_nbytes, np.int64)
-    if chunking.count:
-        lengths[-1] = extent.nbytes - chunk_nbytes * (chunking.count - 1)
+    extent = state.extent
+    chunk_nbytes, lengths = _chunk_lengths(state.shape, DTYPES[state.dtype].itemsize, extent.nbytes)
     return Seal(
         files.path(extent.pack),
         extent.offset,
@@ -119,6 +118,18 @@ def _plain_seal(files: PackFiles, entry: ParameterEntry, name: str, state: State
         chunk_nbytes,
         Leaves(lengths, state.digests),
     )
+
+
+@lru_cache(1 << 8)  # a checkpoint has many states of few shapes
+def _chunk_lengths(shape: Shape, itemsize: int, nbytes: int) -> tuple[int, Array]:
+    """The bytes of every chunk but the last, and the length of each: (chunks,) int64."""
+    chunking = Chunking.default(shape)
+    chunk_nbytes = chunking.chunk_size * itemsize
+    lengths = np.full(chunking.count, chunk_nbytes, np.int64)
+    if chunking.count:
+        lengths[-1] = nbytes - chunk_nbytes * (chunking.count - 1)
+    lengths.flags.writeable = False
+    return chunk_nbytes, lengths
 
 
 def _replay(files: PackFiles, entry: ParameterEntry, delta: DeltaEntry, parent: Parameter | None) -> StoredDelta:

@@ -268,9 +268,16 @@ class _Emitter:
         elif self._memoizes:  # protocol 2 writes the index of each object, which is another one each time
             codes = self._templates[template] or self._compiled(template, len(value.values))
             self._templates[template] = codes
-            items: list[Any] = [None] * (2 * len(codes) - 1)
-            items[::2], items[1::2] = codes, value.values
-            self.next(*items)
+            self.write_fragment(codes[0])
+            for i, (inner, code) in enumerate(zip(value.values, codes[1:], strict=True)):
+                if type(inner) not in _WITHOUT_PARTS:
+                    rest: list[Any] = [None] * (2 * (len(codes) - 1 - i))
+                    rest[::2], rest[1::2] = value.values[i:], codes[i + 1 :]
+                    self._stack.extend(reversed(rest))
+                    return
+                _WRITERS[type(inner)](self, inner)
+                self._out += code.code
+                self._count += code.memoized
             return
         self.next(template.build(*value.values))
 

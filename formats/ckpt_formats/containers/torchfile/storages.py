@@ -120,6 +120,8 @@ class TensorRef:
     is_parameter: bool = False
     attrs: Value = None
     """Python attributes of the tensor object, as a dict, if it had any."""
+    _blob: FileBlob | None = field(default=None, repr=False)
+    """That of `blob_of`, once it is known."""
 
     @property
     def size(self) -> int:
@@ -178,10 +180,13 @@ def blob_of(ref: TensorRef) -> FileBlob:
 
     Looks up the offset of its storage: one small read the first time.
     """
-    storage, dtype = ref.storage, ref.dtype
-    at, seal = storage.offsets.find(storage.key)
-    strides = _whole(ref.shape, ref.strides, dtype.itemsize)[0]
-    return FileBlob(storage.offsets.path, at + ref.offset * dtype.itemsize, ref.shape, dtype, strides, seal)
+    if ref._blob is None:
+        storage, dtype = ref.storage, ref.dtype
+        at, seal = storage.offsets.find(storage.key)
+        strides = _whole(ref.shape, ref.strides, dtype.itemsize)[0]
+        offset = at + ref.offset * dtype.itemsize
+        ref._blob = FileBlob(storage.offsets.path, offset, ref.shape, dtype, strides, seal)
+    return ref._blob
 
 
 @lru_cache(1 << 12)  # a checkpoint has many tensors of few shapes

@@ -12,6 +12,7 @@ Source: Megatron core, `transformer/fsdp_dtensor_checkpoint.py`, `optimizer/dist
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ _FC1 = re.compile(
 _HALVES = ("_w", "_v")
 
 
+@lru_cache(1 << 10)  # the first steps of all paths are few
 def core_name(key: str) -> str:
     """The tensor of Megatron core to which a key belongs.
 

@@ -263,14 +263,18 @@ class _Placement(FileLayouts):
         )
 
     @cached_property
+    def _flattened(self) -> tuple[tuple[str, Steps, Value], ...]:
+        return tuple(flattened(self.tree))
+
+    @cached_property
     def _objects(self) -> tuple[Entry, ...]:
-        leaves = enumerate(flattened(self.tree))
-        return tuple(Entry(name, path, i, value) for i, (name, path, value) in leaves if not isinstance(value, Tensor))
+        values = enumerate(self._flattened)
+        return tuple(Entry(name, path, i, value) for i, (name, path, value) in values if not isinstance(value, Tensor))
 
     @cached_property
     def _leaves(self) -> tuple[_Leaf, ...]:
         leaves = []
-        for number, (name, path, value) in enumerate(flattened(self.tree)):
+        for number, (name, path, value) in enumerate(self._flattened):
             if isinstance(value, Tensor):
                 owner = self._owner(path)
                 leaves.append(_Leaf(name, path, number, value, None if owner is None else owner.name))
