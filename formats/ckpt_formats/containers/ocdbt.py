@@ -32,6 +32,7 @@ _MAX_NODES = 1 << 29
 """Bytes of all nodes, decoded. A node may be named many times; each time it has other keys, and is decoded again."""
 _MAX_KEY = 65535
 _MAX_HEIGHT = 16
+_NO_FILE = "a node names a file that is not in its table"
 
 
 class ValueRange(NamedTuple):
@@ -223,7 +224,7 @@ def _check_path(file: str, where: Path) -> None:
 
 def _file(files: list[tuple[str, str]], number: int, fields: Fields) -> tuple[str, str]:
     if number >= len(files):
-        raise fields.corrupt("a node names a file that is not in its table")
+        raise fields.corrupt(_NO_FILE)
     return files[number]
 
 
@@ -267,7 +268,11 @@ def _values(fields: Fields, files: list[tuple[str, str]]) -> Iterator[tuple[byte
     if kinds.strip(b"\0\1"):
         raise fields.corrupt("a value is stored in an unknown way")
     count = kinds.count(1)
-    paths = ["".join(_file(files, number, fields)) for number in fields.varints(count)]
+    names = list(map("".join, files))  # one text for each file, not for each value
+    numbers = fields.varints(count)
+    if max(numbers, default=-1) >= len(names):
+        raise fields.corrupt(_NO_FILE)
+    paths = [names[number] for number in numbers]
     places = iter(zip(paths, fields.varints(count), strict=True))
     for key, nbytes, kind in zip(keys, lengths, kinds, strict=True):
         yield key, ValueRange(*next(places), nbytes) if kind else fields.raw(nbytes)

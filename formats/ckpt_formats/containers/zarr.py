@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import add, lt, mul
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,13 +98,12 @@ class ArrayLayout:
             return None
         if len(at) != len(self.shape) or self.separator.join(map(str, at)) != key or min(at) < 0:
             return None
-        return at if all(a < n for a, n in zip(at, self.grid, strict=True)) else None
+        return at if all(map(lt, at, self.grid)) else None
 
     def box(self, at: Shape) -> Box:
         """The block of the array that a chunk has."""
-        start = tuple(a * c for a, c in zip(at, self.chunks, strict=True))
-        stop = tuple(min(s + c, n) for s, c, n in zip(start, self.chunks, self.shape, strict=True))
-        return Box(start, stop)
+        start = tuple(map(mul, at, self.chunks))  # functions in C: a model has hundreds of thousands of chunks
+        return Box(start, tuple(map(min, map(add, start, self.chunks), self.shape)))
 
 
 def layout_of(name: str, content: Any, where: Path) -> ArrayLayout:

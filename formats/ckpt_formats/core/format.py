@@ -19,7 +19,7 @@ from ckpt_formats.core.identity import Identity, check_unchanged, recording
 from ckpt_formats.core.layout import Rule
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.seals import Seal
-from ckpt_formats.core.tensor import Blob, ComputedFragments, Tensor
+from ckpt_formats.core.tensor import Blob, ComputedFragments, FileBlob, Tensor
 from ckpt_formats.core.zero_runs import ZeroRun
 
 if TYPE_CHECKING:
@@ -299,8 +299,13 @@ def _paths(blob: Blob, known: dict[int, object]) -> Iterator[Path]:
     else:
         for copy in (blob, *blob.replicas):
             if not isinstance(copy.fragments, ComputedFragments):
+                last: Path | None = None
                 for fragment in copy.fragments:
-                    yield from _paths(fragment.blob, known)
+                    inner = fragment.blob
+                    if type(inner) is not FileBlob:
+                        yield from _paths(inner, known)
+                    elif inner.path is not last:
+                        yield (last := inner.path)
             elif id(copy.fragments.source) not in known:
                 known[id(copy.fragments.source)] = copy.fragments.source
                 yield from copy.fragments.paths()

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import sub
 from pathlib import Path
 
 import numpy as np
@@ -209,5 +210,6 @@ def _chunk(
             text = f"chunk {box} of `{printable(name)}` has {value.nbytes:,} bytes, but needs {layout.chunk_nbytes:,}"
             raise CorruptError(text, where=reader.folder / value.file)
         if not layout.codec.checksum:
-            return FileBlob(reader.path(value.file), value.offset, box.shape, layout.dtype, layout.strides)
+            shape = tuple(map(sub, box.stop, box.start))
+            return FileBlob(reader.path(value.file), value.offset, shape, layout.dtype, layout.strides)
     return ChunkBlob(layout, value, reader, f"{name} {list(at)}", fills, Box.whole(box.shape))
