@@ -140,8 +140,8 @@ class Stopwatch:
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         seconds, reports = self._run(item, nextitem)
-        if seconds > LIMIT and all(report.passed for report in reports) and (slow := slowness()):
-            seconds /= slow
+        if seconds > self.allowed and all(report.passed for report in reports):
+            seconds /= slowness()
             if seconds > self.allowed:
                 again, reports = self._run(item, nextitem)
                 seconds = min(seconds, again / slowness())

@@ -7,7 +7,7 @@ from hypothesis import settings
 TIMES = int(os.environ.get("CKPT_CAMPAIGN") or 1)
 EXAMPLES, QUICK_EXAMPLES = 60, 8
 """Of a property that asks for no other number, in the check and in `make quick`."""
-QUICK_CASES = 8
+QUICK_CASES = 4
 """Of a test with parameters that asks for no other number, in `make quick`."""
 
 
