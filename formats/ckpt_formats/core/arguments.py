@@ -232,7 +232,8 @@ def _kind(annotation: Any) -> ArgumentKind:
     if origin is tuple:
         return _tuple_of(arguments)
     if origin in (Sequence, Collection, Iterable):
-        return _sequence_of(_kind(arguments[0]))
+        sequence = _sequence_of(_kind(arguments[0]))
+        return _or_iterator(sequence) if origin is Iterable else sequence
     if origin is Callable or annotation is Callable:
         return _instance("a function", callable)
     plain = origin or annotation
@@ -428,8 +429,13 @@ def _sequence_of(one: ArgumentKind, form: type | None = None) -> ArgumentKind:
         return value if same else tuple(taken)
 
     words = one.words.removeprefix("a ").removeprefix("an ")
-    plural = f"values, each {one.words}" if " " in words else f"{words}s"
+    plural = f"values, each {one.words}" if " " in words else f"{words.removesuffix('s')}s"
     return ArgumentKind(f"a sequence of {plural}", take)
+
+
+def _or_iterator(sequence: ArgumentKind) -> ArgumentKind:
+    """An iterator as it is, whose items may not be there yet, or a sequence."""
+    return ArgumentKind(sequence.words, lambda value: value if isinstance(value, Iterator) else sequence.take(value))
 
 
 def _of_protocol(protocol: type) -> ArgumentKind:
