@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from ckpt.chains.change import change
+from ckpt.job import Job
 from ckpt.pipeline import Execution
 from ckpt_formats.core.checkpoint import MODEL
 from ckpt_formats.core.errors import CkptError
@@ -21,6 +23,7 @@ from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import chain_file, states
+from ckpt_formats.universal.chain.states import last_step
 from ckpt_formats.universal.gradients.record import HEAD, Kind
 from ckpt_formats.universal.gradients.segment import open_segment, rank_file
 from ckpt_recorder import Recorder
@@ -167,7 +170,16 @@ def test_a_run_goes_on_from_a_restored_step_as_if_nobody_had_stopped_it(recorded
     resumed = load(run, net, optimizer)
     assert (resumed.step, resumed.extras["epoch"]) == (7, 1)
     with Recorder(net, optimizer, run):
-        assert [train(net, optimizer) for _ in range(7, STEPS)] == losses[8:]
+        trained = [train(net, optimizer)]
+        while last_step(run, chain_file.read(run)) < 8:
+            time.sleep(0.05)
+        live = open_checkpoint(Path(f"{run}@8"))
+        trained += [train(net, optimizer) for _ in range(8, STEPS)]
+        assert trained == losses[8:]
+        while last_step(run, chain_file.read(run)) < STEPS:
+            time.sleep(0.05)
+        Job(live, tmp_path / "live").run()  # the log has grown since it was opened
+        check_state(tmp_path / "live", states[8])
         for options in (["--upto", 7], ["--gradients", "last:0"]):
             refused = ckpt("compact", run, *options)
             assert (refused.code, "a run is recording the steps" in refused.err) == (11, True), refused.err

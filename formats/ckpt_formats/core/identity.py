@@ -24,6 +24,8 @@ _THREADS = 8
 _SHARES = 4
 """So many shares of the files for each thread: a task for each small file would take as long as to open it."""
 _HINT = "Read it when no process writes it any longer."
+_LOG = ".ckg"
+"""The suffix of logs, to which a run appends while others read its earlier steps. Each record has its checksum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ def note(path: Path, result: os.stat_result, known: Identities) -> None:
     Raises `CorruptError` if it is not the same as in `known`, or as when first opened.
     """
     now = Identity.of(result)
-    if known.get(path, now) != now or any(record.setdefault(path, now) != now for record in _RECORDS.get()):
+    befores = (known.get(path, now), *(record.setdefault(path, now) for record in _RECORDS.get()))
+    if not all(_is_same(path, before, now) for before in befores):
         raise _changed(path)
 
 
@@ -99,7 +102,7 @@ def changes(identities: Identities) -> Iterator[CkptError]:
         except OSError as error:
             yield IncompleteError(f"was removed while it was read: {error.strerror}", where=path, hint=_HINT)
             continue
-        if now != before:
+        if not _is_same(path, before, now):
             yield _changed(path)
 
 
@@ -110,6 +113,14 @@ def check_unchanged(identities: Identities) -> None:
         if len(errors) > 1:
             errors[0].what += f" (and {len(errors) - 1:,} more files)"
         raise errors[0]
+
+
+def _is_same(path: Path, before: Identity, now: Identity) -> bool:
+    """Whether a file is the one that it was: a log may have grown."""
+    if now == before:
+        return True
+    has_grown = (now.device, now.inode) == (before.device, before.inode) and now.nbytes > before.nbytes
+    return has_grown and path.suffix == _LOG
 
 
 def _changed(path: Path) -> CorruptError:
