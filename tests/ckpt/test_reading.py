@@ -453,7 +453,7 @@ def test_bytes_that_are_no_evidence_are_refused(monkeypatch: pytest.MonkeyPatch)
         # But for the last bits before zlib's checksum, which mean nothing.
         wrong += [good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in range(0, len(good) - 8, 37)]
         for one in wrong:
-            with pytest.raises(ckpt.InvalidArgumentError, match="evidence of a reading|a sequence of bytes, not"):
+            with pytest.raises(ckpt.InvalidArgumentError, match=r"evidence of a reading|a sequence of bytes, not"):
                 reading.verify([one])
         foreign = ckpt.open(SOURCES["dcp"])
         with ckpt.Reading(foreign) as elsewhere, pytest.raises(ckpt.InvalidArgumentError, match="another checkpoint"):
