@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ckpt_cli.terminal import width
 from ckpt_formats.core.notices import Notice, Weight, by_weight
 from ckpt_formats.core.text import folded, printable
 
@@ -69,9 +70,7 @@ def tell(line: str) -> None:
     if sys.stderr is None or not sys.stderr.isatty():
         click.echo(line, err=True)
         return
-    import shutil  # only terminals have a width
-
-    for part in folded(line, shutil.get_terminal_size((100, 24)).columns):
+    for part in folded(line, width()):
         click.echo(part, err=True)
 
 

@@ -6,6 +6,8 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from ckpt_cli.terminal import width
+
 T = TypeVar("T")
 
 _HEADING = "Options"
@@ -31,9 +33,7 @@ class TerminalContext(click.Context):
 
     def make_formatter(self) -> click.HelpFormatter:
         if self.terminal_width is None:
-            import shutil  # only help needs it
-
-            self.terminal_width = self.max_content_width = shutil.get_terminal_size((100, 24)).columns
+            self.terminal_width = self.max_content_width = width()
         return super().make_formatter()
 
 

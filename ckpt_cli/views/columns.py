@@ -1,18 +1,14 @@
 """Tables and long lines for a terminal of any width: nothing is broken inside a number or a name."""
 
-import shutil
 from collections.abc import Collection, Sequence
 from typing import Literal
 
 import click
 
+from ckpt_cli.terminal import width
+
 _GAP = 2
 """Spaces between columns."""
-
-
-def width() -> int:
-    """The columns of the terminal, or those that `COLUMNS` says; 100 if there is no terminal."""
-    return shutil.get_terminal_size((100, 24)).columns
 
 
 def table(
