@@ -62,6 +62,7 @@ def hub() -> Iterator[Hub]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # else a body waits 40 ms for the acknowledgement of its head
 
         def do_GET(self) -> None:
             address = urlsplit(self.path)

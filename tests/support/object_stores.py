@@ -1,5 +1,6 @@
 """Servers that speak the protocol of S3, as processes: SeaweedFS and moto, and a proxy that answers with faults."""
 
+import http.client
 import json
 import os
 import random
@@ -9,8 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -340,6 +339,15 @@ def _proxy(server: StoreServer, fault: Callable[[str, dict[str, str]], str | Non
 
     class Proxy(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # else a body waits 40 ms for the acknowledgement of its head
+
+        def setup(self) -> None:
+            super().setup()
+            self._server = http.client.HTTPConnection(server.endpoint.removeprefix("http://"))
+
+        def finish(self) -> None:
+            self._server.close()
+            super().finish()
 
         def _pass_on(self) -> None:
             headers = dict(self.headers.items())
@@ -353,16 +361,9 @@ def _proxy(server: StoreServer, fault: Callable[[str, dict[str, str]], str | Non
                 return
             # Signed for the proxy's address: it is passed on with the same Host.
             has_body = self.command in ("PUT", "POST")
-            if has_body and "content-type" not in map(str.lower, headers):
-                headers["Content-Type"] = "application/octet-stream"  # else urllib says that it is a form
-            request = urllib.request.Request(
-                server.endpoint + self.path, data=data if has_body else None, headers=headers, method=self.command
-            )
-            try:
-                with urllib.request.urlopen(request) as answer:
-                    status, headers, body = answer.status, dict(answer.headers.items()), answer.read()
-            except urllib.error.HTTPError as error:
-                status, headers, body = error.code, dict(error.headers.items()), error.read()
+            self._server.request(self.command, self.path, data if has_body else None, headers)
+            with self._server.getresponse() as answer:
+                status, headers, body = answer.status, dict(answer.headers.items()), answer.read()
             if kind == "lost":
                 self._break()
                 return

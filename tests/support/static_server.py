@@ -10,6 +10,7 @@ from pathlib import Path
 
 class _Handler(SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a body waits 40 ms for the acknowledgement of its head
 
     def log_message(self, format: str, *args: object) -> None:
         pass
