@@ -174,7 +174,7 @@ def hub() -> Iterator[Hub]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         state.url = f"http://127.0.0.1:{server.server_address[1]}"
-        serving = threading.Thread(target=server.serve_forever)
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
         serving.start()
         try:
             yield state

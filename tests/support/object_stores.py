@@ -400,7 +400,7 @@ def _proxy(server: StoreServer, fault: Callable[[str, dict[str, str]], str | Non
             """Clients end as they like: some are killed."""
 
     with Quiet(("127.0.0.1", 0), Proxy) as proxy:
-        serving = threading.Thread(target=proxy.serve_forever)
+        serving = threading.Thread(target=proxy.serve_forever, args=(0.01,))
         serving.start()
         try:
             yield StoreServer(f"http://127.0.0.1:{proxy.server_address[1]}")
