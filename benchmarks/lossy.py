@@ -8,6 +8,7 @@ state would have to be that costs as much. An older exact state is what one has 
     single   a GPT with AdamW: a chain of five deltas, restored once; all of its state, beta2 .95 and .999
     ten      the same GPT, ten times restored: training really goes on from each reconstruction
     chain    twenty deltas and their anchor: the ratio with everything counted
+    budget   where bits go and what they buy: a chain on the uninterrupted run, with nothing trained from it
     speed    MB of state a second of CPU time, one thread
 
 Codecs are ours (`subspace`), LC-Checkpoint (`lc`), ExCP, a uniform quantiser with zstd, and the largest 3 %
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
@@ -34,6 +36,8 @@ from states import default_folder
 
 from ckpt_codecs.delta import DeltaCodec, StatePair, States, StepInfo
 from ckpt_codecs.lossy import Excp, LcCheckpoint, Subspace
+from ckpt_codecs.lossy.byte_reader import ByteReader
+from ckpt_codecs.lossy.state_types import in_order, is_small
 from ckpt_formats.core.chunking import Chunking
 from ckpt_formats.universal.encode_state import ROW_NBYTES
 
@@ -69,8 +73,11 @@ def chunks(before: States, after: States) -> Iterator[tuple[slice, StatePair]]:
         yield part, StatePair(*both)
 
 
-def by_codec(codec: DeltaCodec) -> Method:
-    """All parameters, chunk by chunk, with the directory that the format stores beside them."""
+def by_codec(codec: DeltaCodec, watch: Callable[[bytes, StatePair], None] | None = None) -> Method:
+    """All parameters, chunk by chunk, with the directory that the format stores beside them.
+
+    `watch` is called with each chunk and what it was made of.
+    """
 
     def method(before: State, after: State) -> Delta:
         old = {name: before.get(name, {}) for name in after}
@@ -88,6 +95,8 @@ def by_codec(codec: DeltaCodec) -> Method:
             restored[name] = {n: np.empty(a.size, a.dtype) for n, a in states.items()}
             for part, change in chunks(old[name], states):
                 data = fitted.encode(change)
+                if watch is not None:
+                    watch(data, change)
                 nbytes += len(data) + ROW_NBYTES
                 shape = next(iter(change.after.values())).shape
                 for n, values in fitted.decode(data, change.before, shape, form).items():
@@ -107,6 +116,16 @@ def weights_alone(method: Method) -> Method:
         return Delta(delta.nbytes, {n: {**s, **delta.state[n]} for n, s in after.items()})
 
     return alone
+
+
+def alone(method: Method, name: str) -> Method:
+    """Only this state is restored from its bytes, all others are exact: which of them costs the loss?"""
+
+    def mixed(before: State, after: State) -> Delta:
+        delta = method(before, after)
+        return Delta(delta.nbytes, {n: {**s, name: delta.state[n][name]} for n, s in after.items()})
+
+    return mixed
 
 
 def top_k(share: float) -> Method:
@@ -166,9 +185,21 @@ def _zstd(plane: Array) -> bytes:
 
 EXCP = Excp(alpha=1.0)
 """With its default `alpha` next to nothing is pruned of a small model; its published ratio needs the cap."""
+CODECS: dict[str, Subspace] = {
+    **{f"subspace {s:g}": Subspace(step_size=s) for s in (1, 1.25, 1.5, 2, 2.5, 3, 4, 6)},
+    "subspace 2, no basis": Subspace(step_size=2.0, rank=0),
+    **{
+        f"subspace {s:g}, second_octaves {o:g}": Subspace(step_size=s, second_octaves=o)
+        for s in (1.25, 1.5, 2, 2.5)
+        for o in (0, 6, 8)
+    },
+}
 METHODS: dict[str, Entry] = {
-    **{f"subspace {s:g}": Entry(by_codec(Subspace(step_size=s))) for s in (1, 1.25, 1.5, 2, 2.5, 3, 4, 6)},
-    "subspace 2, no basis": Entry(by_codec(Subspace(step_size=2.0, rank=0))),
+    **{name: Entry(by_codec(codec)) for name, codec in CODECS.items()},
+    **{
+        f"subspace 2, {state} alone": Entry(alone(by_codec(Subspace()), state))
+        for state in ("fp32", "exp_avg", "exp_avg_sq")
+    },
     "lc 2-bit": Entry(weights_alone(by_codec(LcCheckpoint(2))), False),
     "lc 2-bit packed": Entry(weights_alone(by_codec(LcCheckpoint(2, coder="packed"))), False),
     "lc 3-bit": Entry(weights_alone(by_codec(LcCheckpoint(3))), False),
@@ -182,8 +213,11 @@ DIGITS = (
     *("lc 2-bit", "lc 2-bit packed", "lc 3-bit", "lc 3-bit global", "lc 3-bit global packed"),
     *("top-k 3 %", "subspace 2", "subspace 4", "subspace 6"),
 )
+ASKED = tuple(name for name in METHODS if "second_octaves" in name or "alone" in name)
+"""Methods that run only where `--methods` names them."""
 SINGLE = tuple(name for name in METHODS if "packed" not in name)
 TEN = (
+    *ASKED,
     *("subspace 1", "subspace 1.25", "subspace 1.5", "subspace 2", "subspace 3", "subspace 4"),
     *("lc 3-bit global", "excp", "uniform + zstd", "subspace 2, no basis", "lc 2-bit", "top-k 3 %"),
 )
@@ -359,6 +393,56 @@ def chain(results: Results, trajectory: Trajectory, beta2: float, start: int, ma
         results.run(f"chain of {many} {beta2:g}", name, make)
 
 
+def budget(results: Results, trajectory: Trajectory, beta2: float, start: int, names: Sequence[str]) -> None:
+    """A chain of five deltas on the uninterrupted run: bits of each state, the error, the loss of the stored weights.
+
+    Bits: of the last delta, by state, of matrices or of vectors, for each of their values. Error: of matrices, relative
+    to the last change, each square times the fourth root of the second moment, as the codec scales it. Nothing is
+    trained, so a codec takes seconds: this ranks candidates for `single` and `ten`.
+    """
+    states = [trajectory.state(start + i * trajectory.interval) for i in range(6)]
+    run, part = trajectory.run, f"budget {beta2:g} seed {trajectory.run.seed}"
+
+    def loss(state: State) -> float:
+        run.restore(state, start + 5 * trajectory.interval)
+        return run.validate()
+
+    exact = results.run(part, "reference", lambda: {"validation": loss(states[-1])})["validation"]
+    for name in names:
+
+        def make(name: str = name) -> dict[str, Any]:
+            held, sizes, counts, nbytes, raw = states[0], Counter[str](), Counter[str](), 0, 0
+
+            def watch(data: bytes, change: StatePair) -> None:
+                kind = "vector" if is_small(next(iter(change.after.values())).shape) else "matrix"
+                source, form = ByteReader(data), {n: a.dtype for n, a in change.after.items()}
+                for state in in_order(form):
+                    source.take(1)
+                    sizes[f"{state}/{kind}"] += len(source.part())
+                    counts[f"{state}/{kind}"] += change.after[state].size
+
+            for state in states[1:]:
+                sizes.clear()
+                counts.clear()
+                delta = by_codec(CODECS[name], watch)(held, state)
+                held, nbytes, raw = delta.state, nbytes + delta.nbytes, raw + _size(state, True)
+            bits = {key: 8 * size / counts[key] for key, size in sizes.items()}
+            errors = [_weighted(other, states[-1]) for other in (held, states[-2])]
+            rest = {"error": sqrt(errors[0] / errors[1]), "validation": loss(held) - exact}
+            return {"ratio": raw / nbytes, **bits, **rest}
+
+        results.run(part, name, make)
+
+
+def _weighted(state: State, true: State) -> float:
+    """The squared error of all matrices of weights, each square times the fourth root of the second moment."""
+    return sum(
+        float((np.square(state[n]["fp32"] - s["fp32"], dtype=np.float64) * s["exp_avg_sq"] ** 0.25).sum())
+        for n, s in true.items()
+        if s["fp32"].ndim == 2
+    )
+
+
 def moved(shape: tuple[int, int]) -> StatePair:
     """States of a weight that moves in a few directions, as real ones do."""
     random, (rows, columns) = np.random.default_rng(0), shape
@@ -444,19 +528,29 @@ def table(parts: Parts) -> None:
     for part, by_method in parts.items():
         columns = list(dict.fromkeys(k for figures in by_method.values() for k in figures))
         calibrated = any(name.endswith("steps older") for name in by_method)
-        print(f"\n{part}\n  {'':24}" + "".join(f"{c:>14}" for c in columns) + ("   lost steps" if calibrated else ""))
+        print(
+            f"\n{part}\n  {'':32}"
+            + "".join(f"{c:>{_width(c)}}" for c in columns)
+            + ("   lost steps" if calibrated else "")
+        )
         for name, figures in by_method.items():
-            row = "".join(_cell(c, figures.get(c)) for c in columns)
+            row = "".join(f"{_cell(c, figures.get(c)):>{_width(c)}}" for c in columns)
             lost = f"{lost_steps(by_method, figures['validation']):13.0f}" if calibrated and name != "reference" else ""
-            print(f"  {name:24}{row}{lost}")
+            print(f"  {name:32}{row}{lost}")
+
+
+def _width(column: str) -> int:
+    return max(14, len(column) + 2)
 
 
 def _cell(column: str, value: float | None) -> str:
     if value is None:
-        return f"{'':>14}"
+        return ""
     if column == "seeds":
-        return f"{value:>14}"
-    return f"{value:>+14.4f}" if column in ("train", "validation") else f"{value:>14.1f}"
+        return str(value)
+    if column in ("train", "validation"):
+        return f"{value:+.4f}"
+    return f"{value:.3f}" if column == "error" or column.endswith(("/matrix", "/vector")) else f"{value:.1f}"
 
 
 def plot(known: Parts, path: Path) -> None:
@@ -493,7 +587,7 @@ def plot(known: Parts, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-PARTS = ("speed", "digits", "single", "ten", "chain")
+PARTS = ("speed", "digits", "single", "ten", "chain", "budget")
 
 
 def main() -> None:
@@ -502,7 +596,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a minute or two: fewer steps, restores, networks' seeds")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--beta2", nargs="*", type=float, default=[0.95, 0.999])
-    parser.add_argument("--methods", nargs="*", choices=METHODS, default=tuple(METHODS))
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=tuple(n for n in METHODS if n not in ASKED))
     parser.add_argument("--further", type=int, default=50, help="steps that go on from a single restore")
     parser.add_argument("--between", type=int, default=50, help="steps from one of ten restores to the next")
     parser.add_argument("--seeds", type=int, default=1)
@@ -523,6 +617,7 @@ def main() -> None:
     works = {
         "single": lambda t, b: single(results, t, b, start, further, [n for n in SINGLE if n in given.methods]),
         "ten": lambda t, b: ten(results, t, b, start, between, [n for n in TEN if n in given.methods]),
+        "budget": lambda t, b: budget(results, t, b, start, tuple(CODECS)),
         "chain": lambda t, b: chain(results, t, b, *((start, 5) if given.quick else (start - 10 * interval, 20))),
     }
     for part, work in works.items():

@@ -160,12 +160,29 @@ def test_second_moments_keep_within_their_factor_and_zeros_stay_zeros(octaves: f
     before, after = training((96, 64), 2)
     after["exp_avg_sq"][:, 7] = 0
     after["exp_avg_sq"][11] = 0
-    for old in (before, {}):
+    near = {
+        **before,
+        "exp_avg_sq": after["exp_avg_sq"] * np.exp(np.random.default_rng(5).normal(0, 1, (96, 64))).astype(F32),
+    }
+    for old in (before, near, {}):
         result = there_and_back(Subspace(second_octaves=octaves), StatePair(old, after))["exp_avg_sq"]
         true = after["exp_avg_sq"]
         assert np.array_equal(result == 0, true == 0)
         octaves_off = np.abs(np.log2(result[true > 0] / true[true > 0].astype(np.float64)))
         assert octaves_off.max() <= (8 * octaves + 3) / 16
+
+
+def test_second_moments_that_deviate_as_before_take_next_to_nothing() -> None:
+    """And the errors along a chain stay within the bound, though each state is predicted from a decoded one."""
+    states, random = training((96, 64), 1)[0], np.random.default_rng(3)
+    current, sizes = dict(states), []
+    for _ in range(6):
+        noise = np.exp(random.normal(0, 0.3, (96, 64)))
+        after = {"exp_avg_sq": (states["exp_avg_sq"] * noise).astype(F32)}
+        sizes.append(len(Subspace().encode(StatePair({"exp_avg_sq": current["exp_avg_sq"]}, after))))
+        current = there_and_back(Subspace(), StatePair({"exp_avg_sq": current["exp_avg_sq"]}, after))
+        assert np.abs(np.log2(current["exp_avg_sq"] / after["exp_avg_sq"].astype(np.float64))).max() <= 35 / 16
+    assert max(sizes) < 0.5 * len(Subspace().encode(StatePair({}, after)))
 
 
 @pytest.mark.parametrize("codec", [Subspace(), Subspace(step_size=4.0), Subspace(rank=0), LcCheckpoint(3)])

@@ -22,7 +22,7 @@ GOLDEN = sorted((Path(__file__).parents[1] / "golden_lossy").glob("*.npz"))
 
 
 def test_each_kind_of_section_has_a_golden_chunk() -> None:
-    kinds, firsts = set(), set()
+    kinds, firsts, flags = set(), set(), 0
     for path in GOLDEN:
         with np.load(path) as golden:
             about, source = json.loads(str(golden["about"])), ByteReader(golden["data"].tobytes())
@@ -30,9 +30,11 @@ def test_each_kind_of_section_has_a_golden_chunk() -> None:
             for name in forms.in_order({name: DTYPES[dtype] for name, dtype in about["decoded"].items()}):
                 (kind,), content = source.take(1), source.part()
                 kinds.add(kind)
+                flags |= content[0] if kind == 2 else 0
                 firsts |= {content[0]} if kind == 4 and name in forms.FIRST_MOMENTS else set()
     assert kinds == set(range(5))
     assert firsts == set(range(4))
+    assert flags == 15
 
 
 def states_of(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ckpt_codecs import CodecError
-from ckpt_codecs.lossy import LcCheckpoint, Subspace
+from ckpt_codecs.lossy import LcCheckpoint, Subspace, factors
 from ckpt_codecs.lossy import symbol_coder as symbols
 from ckpt_codecs.lossy.byte_reader import ByteReader, length_prefixed
 from codec_chunks import chunk_of
@@ -43,6 +43,14 @@ def test_moments_that_were_not_there_are_asked_for() -> None:
     chunk = chunk_of(Subspace())
     with pytest.raises(CodecError, match="before"):
         chunk.decoded(chunk.data, {})
+
+
+@pytest.mark.parametrize("flags", [8, 12, 16, 0xFF])
+def test_flags_of_second_moments_that_mean_nothing_are_refused(flags: int) -> None:
+    chunk = chunk_of(Subspace())
+    predicted = factors.PredictedFactors.by(np.ascontiguousarray(chunk.before["exp_avg_sq"], F32))
+    with pytest.raises(CodecError, match="flags"):
+        factors.decode(bytes([flags]) + bytes(20), predicted, np.empty(chunk.shape, F32))
 
 
 def test_states_of_another_shape_are_refused() -> None:

@@ -18,7 +18,7 @@ from ckpt_formats.core.tensor import Array
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "support"))
 
-from lossy_states import BF16, table, training  # noqa: E402
+from lossy_states import BF16, steady, table, training  # noqa: E402
 
 
 def chosen() -> Iterator[tuple[str, DeltaCodec, StatePair]]:
@@ -27,6 +27,7 @@ def chosen() -> Iterator[tuple[str, DeltaCodec, StatePair]]:
     yield "adam", Subspace(), StatePair(before, after)
     holed = {**after, "exp_avg_sq": after["exp_avg_sq"] * (np.arange(70) % 9 > 0)}
     yield "holed", Subspace(step_size=0.01, second_octaves=0.5, first_moments="coarse"), StatePair(before, holed)
+    yield "steady", Subspace(), StatePair(before, steady(before, holed))
     yield "anchor", Subspace(first_moments="zero"), StatePair({}, after)
     yield "weights", Subspace(step_size=1.0), StatePair({"fp32": before["fp32"]}, {"fp32": after["fp32"]})
     momentum = [{"fp32": s["fp32"], "momentum_buffer": s["exp_avg"] * np.float32(1e6)} for s in (before, after)]

@@ -49,6 +49,15 @@ def table(before: States, after: States, every: int) -> dict[str, Array]:
     return {name: np.where(rows[:, None], values, before[name]) for name, values in after.items()}
 
 
+def steady(before: States, after: States) -> dict[str, Array]:
+    """The states after, of which most second moments are nearly those before: what deviates then deviates now."""
+    second = before["exp_avg_sq"] * (0.9 + 0.2 * (np.arange(before["exp_avg_sq"].size) % 2)).reshape(
+        after["fp32"].shape
+    )
+    second.reshape(-1)[::97] *= 300
+    return {**after, "exp_avg_sq": second.astype(F32)}
+
+
 def changes() -> Iterator[tuple[str, StatePair]]:
     """By name: ordinary ones, anchors, other types and states, and values that break what is taken for granted."""
     for shape in SHAPES:
@@ -83,6 +92,7 @@ def broken(before: States, after: States) -> Iterator[tuple[str, StatePair]]:
             yield f"{value}-in-{state}", StatePair(before, odd)
             yield f"{value}-before-in-{state}", StatePair(odd, after)
     empty = np.where(np.arange(48) % 3 == 0, np.float32(0), after["exp_avg_sq"])
+    yield "steady-second", StatePair(before, steady(before, after))
     yield "zero-columns", StatePair(before, {**after, "exp_avg_sq": empty})
     yield "tiny-second", StatePair(before, {**after, "exp_avg_sq": after["exp_avg_sq"] * np.float32(1e-34)})
     yield "negative-second", StatePair(before, {**after, "exp_avg_sq": -after["exp_avg_sq"]})
