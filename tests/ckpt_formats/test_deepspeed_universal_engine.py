@@ -136,11 +136,9 @@ class Job:
 
 JOBS = [
     Job("z1_bf16_dp2"),
-    Job("z1_bf16_dp2", {"dp": 3}),
     Job("z1_bf16_dp2", {"stage": 2, "dp": 1}),
     Job("z1_bf16_dp2", {"stage": 3, "dp": 4}),
     Job("z2_fp16_dp2", {"dp": 3}),
-    Job("z2_fp16_dp2", {"stage": 3}),
     Job("z3_bf16_dp2_three_groups"),
     Job("z3_bf16_dp2_three_groups", {"stage": 1, "dp": 3}),
     Job("z3_bf16_dp4_tied_frozen", {"dp": 2}),
