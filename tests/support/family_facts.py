@@ -253,12 +253,15 @@ def _without_kinds(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in lists - {"architectures"}}
 
 
-def digests() -> dict[str, str]:
+def facts_of_families() -> dict[str, Facts]:
+    """The facts of each random model, by its family and its number there."""
+    every = configurations(3).items()
+    return {f"{family}-{i}": facts(config) for family, configs in every for i, config in enumerate(configs)}
+
+
+def digests(of_families: Mapping[str, Facts]) -> dict[str, str]:
     """A digest of the facts of each random model, and of what is read of Megatron's arguments."""
-    result = {"megatron": _digest(facts_of_megatron())}
-    for family, configs in configurations(3).items():
-        result |= {f"{family}-{i}": _digest(facts(config)) for i, config in enumerate(configs)}
-    return result
+    return {name: _digest(one) for name, one in {"megatron": facts_of_megatron(), **of_families}.items()}
 
 
 def _digest(known: Facts) -> str:
