@@ -216,7 +216,7 @@ i64 API(entropy_code)(const u8 *plane, i64 size, u8 *out, i64 out_size, u8 *scra
     Code *code = take_code(&s);
     if (!is_size(size) || out_size < size || !code) return BAD_SIZE;
     count_symbols(plane, size, code);
-    int used = assign_lengths(code);
+    int used = assign_lengths(code, false);
     i64 bytes = used < 2 ? used : huffman_size(code);
     if (bytes >= size) return 0;
     if (used == 1) out[0] = plane[0];

@@ -63,7 +63,39 @@ static void fuzz_blocks(void) {
     }
 }
 
+/* Codes of columns that differ. */
+static u8 *random_codes(i64 count, i64 columns) {
+    u8 *codes = exact(count);
+    i64 most = 1 + random_below(127);
+    for (i64 i = 0; i < count; i++) codes[i] = (u8)(random_below(1 + (i % columns & 3) * most / 3) - one_in(2));
+    return codes;
+}
+
+static void fuzz_columns(void) {
+    i64 count = 1 + random_count(), columns = 1 + random_below(one_in(2) ? min(count, 64) : min(count, 1 << 16)), room, size;
+    i64 skipped = random_below(columns);
+    u8 *codes = random_codes(count, columns), *back = exact(count);
+    i64 directory = 36 + (columns + 1) / 2 + (count / columns + 3) / 2, out_size = directory + count;
+    u8 *out = exact(out_size), *scratch = exact_scratch(CALL(columns_scratch)(count, columns), &room);
+    i64 end = CALL(write_columns)(codes, count, columns, skipped, out, out_size, scratch, room);
+    EXPECT(end >= 0 && end <= out_size);
+    if (end) {
+        u8 *valid = exact_copy(out, end);
+        EXPECT(READ(read_columns)(valid, end, columns, skipped, back, count, scratch, room) == end);
+        EXPECT(memcmp(codes, back, (size_t)count) == 0);
+    }
+    u8 *valid = exact_copy(out, end ? end : directory);
+    for (i64 turn = 0; turn < 30; turn++) {
+        u8 *bytes = mutate(valid, end ? end : directory, one_in(2) ? directory : directory + 160, &size);
+        i64 others = one_in(4) ? 1 + random_below(min(count, 1 << 16)) : columns;
+        i64 taken = READ(read_columns)(bytes, size, others, random_below(others), back, count, scratch, others == columns ? room : -1);
+        EXPECT(taken >= 0 || others != columns);
+        EXPECT(taken <= size);
+    }
+}
+
 static void fuzz_gradients(void) {
+    fuzz_columns();
     fuzz_sparse();
     fuzz_factor();
     fuzz_blocks();

@@ -38,6 +38,21 @@ i64 API(multiply_by_factor)(const u16 *values, i64 count, float factor, u32 *wor
  * rounded up. Returns how many blocks are to be stored. */
 i64 API(quantise_blocks)(const u32 *words, i64 count, u32 *scales, i64 scales_size, u8 *codes);
 
+/* Write codes in four classes, by their rows and columns: a range of the elements of a matrix, from `skipped` elements
+ * after the beginning of a row on. `skipped` is below `columns`, which are at most `count` and 2^16. Written are a table of
+ * classes, groups of columns and of rows, a directory, and the stream of the codes of each class. `out` needs
+ * 36 + (columns + 1) / 2 + (count / columns + 3) / 2 + count bytes. Returns how many are used; 0 if one stream of all codes
+ * would be smaller, or any class cannot be coded. */
+i64 API(write_columns)(const u8 *codes, i64 count, i64 columns, i64 skipped, u8 *out, i64 out_size, u8 *scratch,
+                       i64 scratch_size);
+
+/* The codes again, from the beginning of `source`. Returns how many bytes they take, or 0 if they are damaged. */
+i64 API(read_columns)(const u8 *source, i64 source_size, i64 columns, i64 skipped, u8 *codes, i64 count, u8 *scratch,
+                      i64 scratch_size);
+
+/* The bytes of scratch for write_columns and read_columns. */
+i64 API(columns_scratch)(i64 count, i64 columns);
+
 /* The words again, zeros in blocks that are stored. Returns 0, or 1 if a scale is none that quantise_blocks writes. */
 i64 API(restore_blocks)(const u8 *codes, i64 count, const u32 *scales, i64 scales_size, u32 *words);
 

@@ -69,7 +69,7 @@ INLINE void count_pairs(const u8 *plane, i64 size, int smallest, int largest, in
 }
 
 /* Fills code->counts with how often each symbol occurs in each stream. */
-static void count_symbols(const u8 *plane, i64 size, Code *code) {
+static OUTLINED void count_symbols(const u8 *plane, i64 size, Code *code) {
     i64 share = share_of(size);
     int smallest = 0, largest = 255;
     if (share >= 4096) smallest_and_largest(plane, size, &smallest, &largest);
@@ -123,7 +123,7 @@ static void weights_to_depths(i64 *a, int n) {
 
 /* Limits lengths, of symbols in ascending order of their counts, to MAX_LENGTH. The rarest symbols that can be longer
  * pay for it; what is left over goes to the most frequent. The code stays complete. */
-static void limit_lengths(i64 *lengths, int n) {
+static SMALL void limit_lengths(i64 *lengths, int n) {
     i64 taken = 0;
     for (int i = 0; i < n; i++) {
         lengths[i] = min(lengths[i], MAX_LENGTH);
@@ -146,8 +146,39 @@ static void limit_lengths(i64 *lengths, int n) {
     }
 }
 
-/* Sets code->lengths from code->totals; returns how many symbols occur. With fewer than two, all lengths are 0. */
-static int assign_lengths(Code *code) {
+/* The same, nearly as short as can be: symbols whose longer codes cost the fewest bits for the room that they leave pay for
+ * it, and what is left over goes to those for which it saves the most. `counts` belongs to `lengths`. */
+static SMALL void limit_lengths_well(i64 *lengths, const u32 counts[256], int n) {
+    i64 taken = 0;
+    for (int i = 0; i < n; i++) {
+        lengths[i] = min(lengths[i], MAX_LENGTH);
+        taken += 1 << (MAX_LENGTH - lengths[i]);
+    }
+    while (taken > TABLE_SIZE) {
+        int cheapest = 0;
+        u64 least = UINT64_MAX;
+        for (int i = 0; i < n; i++) {
+            u64 cost = (u64)counts[i] << lengths[i];
+            if (lengths[i] < MAX_LENGTH && cost <= least) least = cost, cheapest = i;
+        }
+        lengths[cheapest]++;
+        taken -= 1 << (MAX_LENGTH - lengths[cheapest]);
+    }
+    while (taken < TABLE_SIZE) {
+        int dearest = 0;
+        u64 most = 0;
+        for (int i = 0; i < n; i++) {
+            u64 cost = (u64)counts[i] << lengths[i];
+            if (taken + (1 << (MAX_LENGTH - lengths[i])) <= TABLE_SIZE && cost >= most) most = cost, dearest = i;
+        }
+        taken += 1 << (MAX_LENGTH - lengths[dearest]);
+        lengths[dearest]--;
+    }
+}
+
+/* Sets code->lengths from code->totals; returns how many symbols occur. With fewer than two, all lengths are 0. `well`:
+ * takes a few microseconds to find shorter codes where some would be too long. */
+static SMALL int assign_lengths(Code *code, bool well) {
     i64 weights[256];
     u8 symbols[256];
     int used = 0;
@@ -165,7 +196,13 @@ static int assign_lengths(Code *code) {
     }
     if (used < 2) return used;
     weights_to_depths(weights, used);
-    limit_lengths(weights, used);
+    if (well) {
+        u32 counts[256];
+        for (int i = 0; i < used; i++) counts[i] = code->totals[symbols[i]];
+        limit_lengths_well(weights, counts, used);
+    } else {
+        limit_lengths(weights, used);
+    }
     for (int i = 0; i < used; i++) code->lengths[symbols[i]] = (u8)weights[i];
     return used;
 }
@@ -185,7 +222,7 @@ static i64 stream_size(const u32 counts[256], const u8 lengths[256]) {
 }
 
 /* The number of bytes that write_huffman will write; sets code->stream_sizes. */
-static i64 huffman_size(Code *code) {
+static OUTLINED i64 huffman_size(Code *code) {
     int first, last;
     span_of(code->lengths, &first, &last);
     i64 size = 2 + (last - first + 2) / 2 + 4 * STREAMS;
@@ -197,7 +234,7 @@ static i64 huffman_size(Code *code) {
 }
 
 /* Sets code->bits: canonical codes, their first bit lowest. */
-static void canonical_code(Code *code) {
+static SMALL void canonical_code(Code *code) {
     u32 next[MAX_LENGTH + 1] = {0}, number[MAX_LENGTH + 1] = {0};
     for (int symbol = 0; symbol < 256; symbol++) number[code->lengths[symbol]]++;
     for (int length = 1; length < MAX_LENGTH; length++) next[length + 1] = (next[length] + number[length]) << 1;
@@ -213,8 +250,18 @@ static void canonical_code(Code *code) {
 /* The last symbols of each stream are written byte by byte: each has a bit at least, so there are 8 bytes left for
  * every 8-byte store before them. */
 enum { CAREFUL_SYMBOLS = 64 };
-/* Below this size the table of pairs costs more than it saves. */
-enum { MIN_SIZE_FOR_PAIRS = 8193 };
+/* Below this size no table is worth its time. */
+enum { MIN_SIZE_FOR_TABLES = 8193 };
+/* The table of pairs is worth its time if there are so many symbols for each pair. */
+enum { SYMBOLS_PER_PAIR = 8 };
+
+/* The bits of each symbol as the topmost of its entry, and how many these are in its low byte. */
+static void make_singles(Code *code) {
+    for (int symbol = 0; symbol < 256; symbol++) {
+        u32 length = code->lengths[symbol];
+        code->singles[symbol] = length ? (u64)code->bits[symbol] << (64 - length) | length : 0;
+    }
+}
 
 /* For two symbols, the first in the low byte of the index: their bits as the topmost of the entry, and how many these
  * are in its low byte. An entry can then be the count of its own shift. */
@@ -251,18 +298,35 @@ INLINE void flush(BitWriter *w) {
 
 INLINE u64 followed_by(u64 a, u64 b) { return a >> (b & 63) | b; }
 
-/* Appends eight symbols; fewer than 8 bits are pending, and 7 + 4 * 11 are fewer than 56. */
-INLINE void put8(BitWriter *w, const u64 *pairs) {
-    u64 a = pairs[load16(w->from)], b = pairs[load16(w->from + 2)];
-    u64 c = pairs[load16(w->from + 4)], d = pairs[load16(w->from + 6)];
-    u64 front = followed_by(a, b), front_length = a + b, back = followed_by(c, d), back_length = c + d;
-    w->from += 8;
+/* Appends twice four symbols; fewer than 8 bits are pending, and 7 + 4 * 11 are fewer than 56. */
+INLINE void append8(BitWriter *w, u64 front, u64 front_length, u64 back, u64 back_length) {
     w->word = w->word >> (front_length & 63) | front;
     w->pending += front_length;
     if (__builtin_expect((u8)(w->pending + back_length) > 56, 0)) flush(w);
     w->word = w->word >> (back_length & 63) | back;
     w->pending += back_length;
     flush(w);
+}
+
+INLINE void put8(BitWriter *w, const u64 *pairs) {
+    u64 a = pairs[load16(w->from)], b = pairs[load16(w->from + 2)];
+    u64 c = pairs[load16(w->from + 4)], d = pairs[load16(w->from + 6)];
+    u64 front = followed_by(a, b), front_length = a + b, back = followed_by(c, d), back_length = c + d;
+    w->from += 8;
+    append8(w, front, front_length, back, back_length);
+}
+
+/* Does the same with two look-ups for each pair. */
+INLINE void put8_singly(BitWriter *w, const u64 *singles) {
+    u64 parts[4], lengths[4];
+    for (int i = 0; i < 4; i++) {
+        u64 a = singles[w->from[2 * i]], b = singles[w->from[2 * i + 1]];
+        parts[i] = followed_by(a, b);
+        lengths[i] = a + b;
+    }
+    w->from += 8;
+    append8(w, parts[0] >> (lengths[1] & 63) | parts[1], lengths[0] + lengths[1],
+            parts[2] >> (lengths[3] & 63) | parts[3], lengths[2] + lengths[3]);
 }
 
 static void put_rest(BitWriter *w, const u8 *end, const Code *code) {
@@ -276,7 +340,7 @@ static void put_rest(BitWriter *w, const u8 *end, const Code *code) {
 }
 
 /* Writes the code and the streams of the plane that was counted last: huffman_size(code) bytes. */
-static void write_huffman(const u8 *plane, i64 size, Code *code, u8 *out) {
+static OUTLINED void write_huffman(const u8 *plane, i64 size, Code *code, u8 *out) {
     int first, last;
     canonical_code(code);
     span_of(code->lengths, &first, &last);
@@ -285,15 +349,22 @@ static void write_huffman(const u8 *plane, i64 size, Code *code, u8 *out) {
     for (int symbol = first; symbol <= last; symbol += 2)
         *out++ = (u8)(code->lengths[symbol] | (symbol < last ? code->lengths[symbol + 1] : 0) << 4);
     i64 share = share_of(size), rounds = 0;
-    if (size >= MIN_SIZE_FOR_PAIRS) {
-        make_pairs(code);
+    int used = 0;
+    for (int symbol = first; symbol <= last; symbol++) used += code->lengths[symbol] > 0;
+    bool in_pairs = SYMBOLS_PER_PAIR * used * used <= size;
+    if (size >= MIN_SIZE_FOR_TABLES) {
+        if (in_pairs) make_pairs(code);
+        else make_singles(code);
         rounds = max(0, size - (STREAMS - 1) * share - CAREFUL_SYMBOLS) / 8;
     }
     u8 *sizes = out;
     out += 4 * STREAMS;
     for (int s = 0; s < STREAMS; s++) {
         BitWriter w = {out, plane + min(s * share, size), 0, 0};
-        for (i64 i = 0; i < rounds; i++) put8(&w, code->pairs);
+        if (in_pairs)
+            for (i64 i = 0; i < rounds; i++) put8(&w, code->pairs);
+        else
+            for (i64 i = 0; i < rounds; i++) put8_singly(&w, code->singles);
         put_rest(&w, plane + min((s + 1) * share, size), code);
         store32(sizes + 4 * s, (u32)code->stream_sizes[s]);
         out += code->stream_sizes[s];
@@ -310,7 +381,7 @@ enum { LOOKUPS_PER_LOAD = 5 };
 enum { BITS_PER_ROUND = LOOKUPS_PER_LOAD * MAX_LENGTH, SYMBOLS_PER_ROUND = LOOKUPS_PER_LOAD * SYMBOLS_PER_LOOKUP };
 
 /* Sets code->lengths; returns the number of bytes read, or 0 if this is not a complete code. */
-static i64 read_lengths(const u8 *source, i64 source_size, Code *code) {
+static SMALL i64 read_lengths(const u8 *source, i64 source_size, Code *code) {
     if (source_size < 2) return 0;
     int first = source[0], last = source[1], taken = 0;
     i64 bytes = (last - first + 2) / 2;
@@ -451,7 +522,7 @@ static bool read_rest(BitReader r, const Code *code) {
 }
 
 /* Fills a plane; false, with anything in the plane, if these are not bytes that write_huffman writes. */
-static bool read_huffman(const u8 *source, i64 source_size, Code *code, u8 *plane, i64 size) {
+static OUTLINED bool read_huffman(const u8 *source, i64 source_size, Code *code, u8 *plane, i64 size) {
     i64 at = read_lengths(source, source_size, code);
     if (!at) return false;
     BitReader readers[STREAMS];

@@ -39,6 +39,7 @@
 
 #include "gradients.h"
 #include "gradients.c"
+#include "column_classes.c"
 
 #include "quantised.h"
 #include "quantised.c"

@@ -32,6 +32,14 @@ typedef int32_t i32;
 typedef int64_t i64;
 
 #define INLINE static inline __attribute__((always_inline))
+/* What is long and called a few times a chunk: one copy of it in the library. */
+#define OUTLINED __attribute__((noinline))
+/* The same, as short as possible: what takes little of the time. */
+#ifdef __clang__
+#define SMALL __attribute__((noinline, minsize))
+#else
+#define SMALL __attribute__((noinline, cold))
+#endif
 #define RARE(condition) __builtin_expect(!!(condition), 0)
 #define min(a, b) ((a) < (b) ? (a) : (b))
 #define max(a, b) ((a) > (b) ? (a) : (b))

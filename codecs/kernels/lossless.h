@@ -92,6 +92,7 @@ typedef struct {
     union {
         u32 pair_counts[1 << 13];
         u64 pairs[1 << 16];
+        u64 singles[256];
         u64 tables[2 * TABLE_SIZE];
         u8 digits_of_pairs[1 << 16];
     };
@@ -99,7 +100,7 @@ typedef struct {
 
 /* huffman.c */
 static void count_symbols(const u8 *plane, i64 size, Code *code);
-static int assign_lengths(Code *code);
+static int assign_lengths(Code *code, bool well);
 static i64 huffman_size(Code *code);
 static void write_huffman(const u8 *plane, i64 size, Code *code, u8 *out);
 static bool read_huffman(const u8 *source, i64 source_size, Code *code, u8 *plane, i64 size);

@@ -57,7 +57,7 @@ static void unpack_digits(const u8 *packed, const u8 *symbols, i64 base, u8 *pla
 /* Appends an inner stream: its head, then the plane as it is, its only symbol, or its Huffman code. */
 static u8 *put_inner(const u8 *plane, i64 size, u8 *out, Code *code) {
     count_symbols(plane, size, code);
-    int used = assign_lengths(code), kind = HUFFMAN;
+    int used = assign_lengths(code, false), kind = HUFFMAN;
     i64 bytes = used < 2 ? used : huffman_size(code);
     if (used == 1) kind = CONSTANT;
     if (bytes >= size || !used) {

@@ -51,13 +51,6 @@ typedef struct {
     float gradient_sign, weight_factor, l2, first_gain, second_decay, second_gain, step_size, bias2_root, eps;
 } Adam;
 
-/* The end of a tensor is a few elements: its loops need not be fast, and would be half of the code. */
-#ifdef __clang__
-#define SMALL static __attribute__((noinline, minsize))
-#else
-#define SMALL static __attribute__((noinline, cold))
-#endif
-
 /* m + gain (x - m), as torch's lerp: from the nearer end. */
 INLINE float lerp(float m, float x, float gain) {
     bool is_near = gain < 0.5f;
@@ -86,8 +79,9 @@ INLINE void step_range_adam(float *restrict w, float *restrict m, float *restric
     }
 }
 
-SMALL void step_end_adam(float *w, float *m, float *v, float *largest, const float *g, i64 begin, i64 end, Adam by,
-                         int kind) {
+/* The end of a tensor is a few elements: its loops need not be fast, and would be half of the code. */
+static SMALL void step_end_adam(float *w, float *m, float *v, float *largest, const float *g, i64 begin, i64 end,
+                                Adam by, int kind) {
     step_range_adam(w, m, v, largest, g, begin, end, by, kind | IS_END);
 }
 
@@ -131,7 +125,8 @@ INLINE void step_range_sgd(float *restrict w, float *restrict b, const float *re
     }
 }
 
-SMALL void step_end_sgd(float *w, float *b, const float *g, i64 begin, i64 end, Descent by, int buffer, bool is_nesterov) {
+static SMALL void step_end_sgd(float *w, float *b, const float *g, i64 begin, i64 end, Descent by, int buffer,
+                              bool is_nesterov) {
     step_range_sgd(w, b, g, begin, end, by, buffer, is_nesterov, true);
 }
 
@@ -169,8 +164,8 @@ INLINE void step_range_adam_deepspeed(float *restrict w, float *restrict m, floa
     }
 }
 
-SMALL void step_end_adam_deepspeed(float *w, float *m, float *v, const float *g, i64 begin, i64 end, DeepSpeedAdam by,
-                                   int decaying) {
+static SMALL void step_end_adam_deepspeed(float *w, float *m, float *v, const float *g, i64 begin, i64 end,
+                                          DeepSpeedAdam by, int decaying) {
     step_range_adam_deepspeed(w, m, v, g, begin, end, by, decaying, true);
 }
 

@@ -34,7 +34,7 @@ static int write_stream(const u8 *plane, i64 size, double max_ratio, bool sample
     i64 max_size = (i64)((double)(seven_bits ? size - size / 8 : size) * max_ratio);
     if ((double)size * bits / 8 + CODE_OVERHEAD < (double)max_size) {
         count_symbols(plane, size, code);
-        if (assign_lengths(code) == 1) {
+        if (assign_lengths(code, false) == 1) {
             out[0] = plane[0];
             *stream_size = 1;
             return CONSTANT;
@@ -45,7 +45,7 @@ static int write_stream(const u8 *plane, i64 size, double max_ratio, bool sample
             *stream_size = write_sparse(plane, size, bytes, out, scratch, code, &kind);
             if (*stream_size) return kind;
             count_symbols(plane, size, code);
-            assign_lengths(code);
+            assign_lengths(code, false);
             huffman_size(code);
         }
         if (bytes < max_size) {

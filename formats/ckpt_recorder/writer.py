@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpt_codecs import Codec
 from ckpt_codecs.base import Array, Bytes
-from ckpt_codecs.gradients import gradient_codec
+from ckpt_codecs.gradients import GradientCodec, gradient_codec
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.universal.gradients import layout as layouts
@@ -98,7 +97,7 @@ class LogFile(RecordFile):
 class Encoder:
     """Encodes the slots of the ring."""
 
-    def __init__(self, layout: RankLayout, codec: Codec, ring: Ring) -> None:
+    def __init__(self, layout: RankLayout, codec: GradientCodec, ring: Ring) -> None:
         self._layout, self._codec, self._ring = layout, codec, ring
         self._exact = gradient_codec("exact")
 
@@ -120,7 +119,7 @@ class Encoder:
                 continue
             start, stop = self._layout.chunk_bounds(index)
             part = values[start:stop]
-            data = bytes(codec.encode(part, None))
+            data = bytes(codec.encode_range(part, *self._layout.chunk_place(index)))
             if not codec.lossless:
                 part = codec.decode(data, part.shape, part.dtype, None)
             chunks.append(data)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckpt_codecs import Codec, CodecError, NotApplicable
 from ckpt_codecs.base import Array, encode_bound
-from ckpt_codecs.format_ids import BLOCKS, FLOAT_PLANES, MAGNITUDES, MULTIPLES, RAW, SAME_VALUE, SPARSE
+from ckpt_codecs.format_ids import BLOCKS, COLUMNS, FLOAT_PLANES, MAGNITUDES, MULTIPLES, RAW, SAME_VALUE, SPARSE
 from ckpt_codecs.gradients import (
     GRADIENT_CODECS,
     Bfloat16Gradients,
@@ -145,6 +145,41 @@ def test_gradient_codecs_reach_their_bytes_a_parameter(kind: str, codec: str, mo
     assert len(data) / values.size < most
 
 
+@pytest.mark.parametrize(("rows", "share"), [(512, 0.95), (333.7, 0.95), (40, 0.995)], ids=["whole", "ragged", "few"])
+def test_int8_gradients_of_a_matrix_are_smaller_with_its_columns(rows: float, share: float) -> None:
+    """And the values are the same, in an array of the matrix or a range of its elements."""
+    values = gradients(11, int(rows * 512))
+    codec = Int8Gradients()
+    plain = bytes(codec.encode(values, None))
+    data = bytes(codec.encode_range(values, (1 << 20, 512), 512 * 7))
+    later = bytes(codec.encode_range(values[300:], (1 << 20, 512), 300))
+    assert plain[0] == BLOCKS
+    assert data[0] == COLUMNS
+    assert len(data) < share * len(plain)
+    assert bits(codec.decode(data, values.shape, values.dtype)) == bits(codec.decode(plain, values.shape, values.dtype))
+    assert bits(codec.decode(later, values[300:].shape, values.dtype)) == bits(decoded(codec, values[300:]))
+    assert len(later) < share * len(codec.encode(values[300:], None))
+    if values.size % 512 == 0:
+        assert bytes(codec.encode(values.reshape(-1, 512), None)) == data
+
+
+@pytest.mark.parametrize(
+    ("values", "shape"),
+    [
+        (np.random.default_rng(0).normal(0, 1, CHUNK // 4).astype(F32), (512, 512)),
+        (gradients(12), (CHUNK,)),
+        (gradients(12), None),
+        (gradients(12), (2, CHUNK // 2 + 1)),
+        (largest(gradients(13), 0.002), (512, 512)),
+    ],
+    ids=["even-columns", "vector", "several", "one-row", "sparse"],
+)
+def test_int8_gradients_are_in_one_stream_where_columns_save_nothing(
+    values: Array, shape: tuple[int, ...] | None
+) -> None:
+    assert bytes(Int8Gradients().encode_range(values, shape, 0)) == bytes(Int8Gradients().encode(values, None))
+
+
 def test_a_sparse_chunk_keeps_negative_zeros() -> None:
     values = np.zeros(5000, F32)
     values[::50] = -0.0
@@ -240,7 +275,7 @@ def test_codecs_are_found_by_name() -> None:
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(st.sampled_from(range(12)), st.binary(max_size=80), st.integers(0, 600))
+@given(st.sampled_from(range(13)), st.binary(max_size=80), st.integers(0, 600))
 def test_gradient_codecs_survive_any_bytes(mode: int, data: bytes, n: int) -> None:
     for name in GRADIENT_CODECS:
         of_array(name, gradient_codec(name), np.empty(n, F32), None).survives(bytes([mode]) + data)
@@ -325,3 +360,46 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
     refused(chunk([one]), 600, codec)
     refused(chunk([one, one, one]), 600, codec)
     refused(chunk([one, one], codes=bytes(599)), 600, codec)
+
+
+def columns_chunk(
+    columns: int, skipped: int, groups: bytes, planes: list[bytes], sizes: list[int] | None = None
+) -> bytes:
+    """Of one block, with the scale 1."""
+    heads = b"".join(struct.pack("<BI", 0, size) for size in (sizes or map(len, planes)))
+    scale = bytes([RAW]) + np.array([1], F32).tobytes()
+    table = bytes([0b11_10_01_00, 0, 0b01_01_01_01]) + bytes(13)
+    head = struct.pack("<BII", COLUMNS, columns, skipped) + table + groups + heads
+    return head + b"".join(planes) + struct.pack("<I", len(scale)) + scale
+
+
+GROUPS = bytes([0x02, 0x8B, 0x01, 0x00, 0x01])
+"""Of the columns 2, 0, 3, 0 and 1, with bits that are ignored; and of the rows 0, 0, 1, 0, of which 1 is of class 1."""
+ORDER = [(place // 5, place % 5) for place in range(1, 17)]
+CLASSES = [1 if row == 2 else [2, 0, 3, 0, 1][column] for row, column in ORDER]
+PLANES = [bytes(i + 1 for i, one in enumerate(CLASSES) if one == index) for index in range(4)]
+
+
+def test_columns_are_what_the_specification_says() -> None:
+    """A row without its first element, two rows, and two elements."""
+    chunk = columns_chunk(5, 1, GROUPS, PLANES)
+    assert Int8Gradients().decode(chunk, (16,), np.dtype(F32)).tolist() == list(range(1, 17))
+
+
+def test_columns_that_do_not_fit_are_refused() -> None:
+    codec, valid = Int8Gradients(), columns_chunk(5, 1, GROUPS, PLANES)
+    for columns in (0, 4, 6, 17, 1 << 16, 1 << 31, 0xFFFFFFFF):
+        refused(columns_chunk(columns, 0, GROUPS, PLANES), 16, codec)
+    for skipped in (0, 2, 5, 0xFFFFFFFF):
+        refused(columns_chunk(5, skipped, GROUPS, PLANES), 16, codec)
+    refused(columns_chunk(5, 1, bytes(5), PLANES), 16, codec)
+    for i in range(4):
+        refused(columns_chunk(5, 1, GROUPS, [plane[i == j :] for j, plane in enumerate(PLANES)]), 16, codec)
+        sizes = [0xFFFFFFFF if i == j else len(plane) for j, plane in enumerate(PLANES)]
+        refused(columns_chunk(5, 1, GROUPS, PLANES, sizes), 16, codec)
+    for n in (0, 4, 15, 17):
+        refused(valid, n, codec)
+    for end in range(1, len(valid)):
+        refused(valid[:end], 16, codec)
+    wide = np.zeros(300_000, F32)
+    refused(columns_chunk(1 << 17, 0, bytes(1 << 16), [bytes(300_000), b"", b"", b""]), wide.size, codec)

@@ -134,6 +134,62 @@ def make_restore(random: np.random.Generator, n: int) -> Trial:
     return run
 
 
+def columned_codes(random: np.random.Generator, n: int) -> tuple[Array, int]:
+    """Codes of a matrix whose columns differ, or not, and the number of its columns; or any bytes."""
+    columns = int(random.integers(1, min(n, 700) + 1))
+    if random.random() < 0.1:
+        return random.integers(0, 256, n, U8), columns
+    scales = np.exp(random.normal(0, random.choice([0, 1]), columns)) * random.choice([0.3, 3, 30])
+    codes = random.normal(0, 1, n) * scales[np.arange(n) % columns]
+    codes = np.abs(codes) if random.random() < 0.3 else codes
+    return np.clip(np.rint(codes), -127, 127).astype(np.int8).view(U8), columns
+
+
+def classes_nbytes(n: int, columns: int, skipped: int) -> int:
+    """Bytes before the directory."""
+    rows = (skipped + n + columns - 1) // columns
+    return 16 + (columns + 1) // 2 + (rows + 1) // 2
+
+
+@TRIALS.of("write_columns")
+def make_write_columns(random: np.random.Generator, n: int) -> Trial:
+    if not n:
+        return lambda engine: None
+    codes, columns = columned_codes(random, n)
+    skipped = int(random.integers(0, columns))
+
+    def run(engine: Engine) -> Any:
+        out = np.zeros(classes_nbytes(n, columns, skipped) + 20 + n, U8)
+        taken = engine.write_columns(codes, columns, skipped, out)
+        return taken, out[:taken]
+
+    return run
+
+
+@TRIALS.of("read_columns")
+def make_read_columns(random: np.random.Generator, n: int) -> Trial:
+    if not n:
+        return lambda engine: None
+    codes, columns = columned_codes(random, n)
+    skipped = int(random.integers(0, columns))
+    head = classes_nbytes(n, columns, skipped)
+    source = np.zeros(head + 23 + n, U8)
+    if not gradients.write_columns(codes, columns, skipped, source):  # one class that is stored, and three empty ones
+        source = np.concatenate([np.zeros(head + 20, U8), codes, np.zeros(3, U8)])
+        source[head + 1 :][:4] = np.array([n], "<u4").view(U8)
+    if random.random() < 0.3:
+        source[random.integers(0, head + 160) % source.size] ^= U8(1 << random.integers(0, 8))
+    if random.random() < 0.1:
+        source = source[: random.integers(0, source.size)].copy()
+
+    def run(engine: Engine) -> Any:
+        out = np.zeros(n, U8)
+        taken = engine.read_columns(source, columns, skipped, out)
+        return taken, out if taken else None
+
+    return run
+
+
 def test_no_kernel_of_the_header_is_forgotten() -> None:
     assert sorted(TRIALS) == sorted(KERNELS)
     assert list(gradients.SIGNATURES) == list(PROTOTYPES)

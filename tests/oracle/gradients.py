@@ -3,10 +3,14 @@
 import numpy as np
 
 from ckpt_codecs.base import Array
+from ckpt_codecs.format_ids import ENTRY, HUFFMAN, STORED
+from oracle.entropy import entropy_of
+from oracle.huffman import Code, code_of, write_huffman
+from oracle.streams import MAX_SPARSE_BITS, MIN_SPARSE_SIZE, MIN_SPARSE_WASTE, read_stream
 
 F32, F64, U32 = np.float32, np.float64, np.uint32
 ONE, TWO, LEAST_NORMAL, INFINITE, NAN = 0x3F800000, 0x40000000, 0x00800000, 0x7F800000, 0x7FC00000
-BLOCK, LONG_GAP = 512, 255
+BLOCK, LONG_GAP, CLASSES = 512, 255, 4
 
 
 def count_words(words: Array) -> int:
@@ -93,6 +97,90 @@ def restore_blocks(codes: Array, scales: Array, words: Array) -> bool:
     by = np.repeat(np.where(scales == NAN, U32(0), scales).view(F32), BLOCK)[: codes.size]
     words[:] = (codes.view(np.int8).astype(F32) * by).view(U32)
     return True
+
+
+def write_columns(codes: Array, columns: int, skipped: int, out: Array) -> int:
+    """`out` holds something if the classes are smaller than one stream only."""
+    row, column = np.divmod(skipped + np.arange(codes.size), columns)
+    (row_groups, row_means), (column_groups, column_means) = (_groups(codes, place) for place in (row, column))
+    numbers = np.outer(np.bincount(row_groups, minlength=8), np.bincount(column_groups, minlength=8)).reshape(-1)
+    products = np.outer(row_means, column_means).reshape(-1)
+    order = np.argsort(np.where(numbers > 0, products, products.max() + 1), kind="stable")
+    before = np.cumsum(numbers[order]) - numbers[order]
+    table = np.zeros(64, np.int64)
+    table[order] = CLASSES * (before + numbers[order] // 2) // numbers.sum()
+    table[numbers == 0] = 0
+    class_of = table[8 * row_groups[row] + column_groups[column]]
+    planes = [codes[class_of == index] for index in range(CLASSES)]
+    parts = [code_of(plane, well=True) for plane in planes]
+    if np.unique(table[numbers > 0]).size < 2 or any(
+        plane.size and (part.used < 2 or part.size >= plane.size) for part, plane in _both(parts, planes)
+    ):
+        return 0
+    streams = [write_huffman(plane, part) if plane.size else b"" for part, plane in _both(parts, planes)]
+    heads = [bytes([HUFFMAN if one else STORED]) + len(one).to_bytes(4, "little") for one in streams]
+    head = _packed(table, 2) + _packed(column_groups, 4) + _packed(row_groups, 4)
+    result = head + b"".join(heads) + b"".join(streams)
+    single = code_of(codes)
+    counts = single.counts.sum(axis=0)
+    size = single.size - int(single.stream_sizes.sum()) + (int(counts @ single.lengths) + 7) // 8
+    is_small = codes.size >= MIN_SPARSE_SIZE and 8 * size < MAX_SPARSE_BITS * codes.size
+    if is_small and size > MIN_SPARSE_WASTE * entropy_of(counts) / 8:
+        return 0
+    if not (codes & 128).any():
+        size = min(size, codes.size - codes.size // 8)
+    if len(result) >= size + ENTRY:
+        return 0
+    out[: len(result)] = np.frombuffer(result, np.uint8)
+    return len(result)
+
+
+def read_columns(source: Array, columns: int, skipped: int, codes: Array) -> int:
+    row, column = np.divmod(skipped + np.arange(codes.size), columns)
+    rows = int(row[-1]) + 1
+    begins = np.cumsum([0, 16, -(-columns // 2), -(-rows // 2)])
+    at = directory = int(begins[-1])
+    at += CLASSES * ENTRY
+    if at > source.size:
+        return 0
+    table, column_groups, row_groups = (
+        _unpacked(source[begin:end], width) for begin, end, width in zip(begins, begins[1:], (2, 4, 4), strict=False)
+    )
+    class_of = table[8 * (row_groups[row] & 7) + (column_groups[column] & 7)]
+    for index in range(CLASSES):
+        kind = int(source[directory + ENTRY * index])
+        size = int(source[directory + ENTRY * index + 1 :][:4].copy().view("<u4")[0])
+        plane = np.zeros(int(np.count_nonzero(class_of == index)), np.uint8)
+        if size > source.size - at or not read_stream(kind, source[at : at + size], plane):
+            return 0
+        codes[class_of == index] = plane
+        at += size
+    return at
+
+
+def _groups(codes: Array, places: Array) -> tuple[Array, Array]:
+    """The groups of rows or columns, and the mean of each group, 256ths of the quarters in which means are counted."""
+    sums = np.bincount(places, np.abs(codes.view(np.int8).astype(np.int64))).astype(np.int64)
+    means = 4 * sums // np.bincount(places)
+    number = np.bincount(means, minlength=516)
+    groups = (8 * (np.cumsum(number) - number + number // 2) // means.size)[means]
+    members = np.bincount(groups, minlength=8)
+    totals = np.bincount(groups, means, minlength=8).astype(np.int64)
+    return groups, (totals << 8) // np.maximum(members, 1)
+
+
+def _packed(numbers: Array, width: int) -> bytes:
+    bits = (numbers[:, None] >> np.arange(width) & 1).astype(np.uint8).reshape(-1)
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def _unpacked(source: Array, width: int) -> Array:
+    bits = np.unpackbits(source, bitorder="little").reshape(-1, width)
+    return (bits << np.arange(width, dtype=np.uint8)).sum(axis=1)
+
+
+def _both(parts: list[Code], planes: list[Array]) -> list[tuple[Code, Array]]:
+    return list(zip(parts, planes, strict=True))
 
 
 def _scale(largest: int) -> int:

@@ -43,14 +43,16 @@ def parts_of(plane: Array) -> list[Array]:
     return [plane[s * share : (s + 1) * share] for s in range(STREAMS)]
 
 
-def code_of(plane: Array) -> Code:
+def code_of(plane: Array, well: bool = False) -> Code:
+    """`well`: with the lengths of `_well_limited`."""
     counts = np.stack([np.bincount(part, minlength=256) for part in parts_of(plane)])
     totals = counts.sum(axis=0)
     symbols = np.flatnonzero(totals)
     symbols = symbols[np.argsort(totals[symbols], kind="stable")]
     lengths = np.zeros(256, np.int64)
     if symbols.size > 1:
-        lengths[symbols] = _limited(_depths(totals[symbols].tolist()))
+        depths, weights = _depths(totals[symbols].tolist()), totals[symbols].tolist()
+        lengths[symbols] = _well_limited(depths, weights) if well else _limited(depths)
     return Code(lengths, counts)
 
 
@@ -86,6 +88,23 @@ def _limited(lengths: list[int]) -> list[int]:
         most_frequent = max(fitting)
         taken += TABLE_SIZE >> lengths[most_frequent]
         lengths[most_frequent] -= 1
+    return lengths
+
+
+def _well_limited(lengths: list[int], weights: list[int]) -> list[int]:
+    """The same: those pay whose bits cost the least for the room, and those get what is left that save the most."""
+    lengths = [min(length, MAX_LENGTH) for length in lengths]
+    taken = sum(TABLE_SIZE >> length for length in lengths)
+    while taken > TABLE_SIZE:
+        payers = (i for i, n in enumerate(lengths) if n < MAX_LENGTH)
+        payer = min(payers, key=lambda i: (weights[i] << lengths[i], -i))
+        lengths[payer] += 1
+        taken -= TABLE_SIZE >> lengths[payer]
+    while taken < TABLE_SIZE:
+        fitting = (i for i, n in enumerate(lengths) if taken + (TABLE_SIZE >> n) <= TABLE_SIZE)
+        heir = max(fitting, key=lambda i: (weights[i] << lengths[i], i))
+        taken += TABLE_SIZE >> lengths[heir]
+        lengths[heir] -= 1
     return lengths
 
 

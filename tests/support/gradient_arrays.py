@@ -44,4 +44,5 @@ HOSTILE: list[tuple[str, Array]] = [
     ("stored", np.concatenate([gradients(5, 3000), AWKWARD, gradients(6, 700)])),
     ("many-blocks", gradients(7, 140_000)),
     ("short", gradients(8, 40)),
+    ("matrix", gradients(10, 20_480).reshape(-1, 512)),
 ]

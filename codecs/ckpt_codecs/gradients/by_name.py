@@ -1,16 +1,20 @@
 """The codecs of gradients by their short names."""
 
-from ckpt_codecs.base import Codec
 from ckpt_codecs.errors import CodecError
 from ckpt_codecs.gradients.blocks import Int8Gradients
+from ckpt_codecs.gradients.chunk import GradientCodec
 from ckpt_codecs.gradients.exact import ExactGradients
 from ckpt_codecs.gradients.rounding import Bfloat16Gradients
 
-GRADIENT_CODECS: dict[str, type[Codec]] = {"exact": ExactGradients, "bf16": Bfloat16Gradients, "int8": Int8Gradients}
+GRADIENT_CODECS: dict[str, type[GradientCodec]] = {
+    "exact": ExactGradients,
+    "bf16": Bfloat16Gradients,
+    "int8": Int8Gradients,
+}
 """The codecs by their short names, as users type them."""
 
 
-def gradient_codec(name: str) -> Codec:
+def gradient_codec(name: str) -> GradientCodec:
     """The codec with this short name and default options. Raises `CodecError` if there is none.
 
     >>> gradient_codec("bf16").config()

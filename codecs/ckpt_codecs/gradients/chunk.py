@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ckpt_codecs.base import Array, Bytes, DType, encode_bound
+from ckpt_codecs.base import Array, Bytes, DType, Shape, encode_bound
 from ckpt_codecs.chunk.codec import LeveledCodec
 from ckpt_codecs.chunk.frame import MAX_ELEMENTS
 from ckpt_codecs.errors import CodecError, NotApplicable
@@ -19,12 +19,15 @@ class GradientCodec(LeveledCodec):
         Raises:
             NotApplicable: The array has another dtype, or more than 2**28 values.
         """
-        if array.dtype != FLOAT32 or array.size > MAX_ELEMENTS:
-            raise NotApplicable(
-                f"a chunk of gradients is at most {MAX_ELEMENTS} float32, not {array.size} {array.dtype}"
-            )
-        capacity = encode_bound(array.nbytes)
-        return self._encode(array, out if out.size >= capacity else np.empty(capacity, np.uint8))
+        return self._encode(array, chunk_buffer(array, out))
+
+    def encode_range(self, array: Array, shape: Shape | None, start: int) -> Bytes:
+        """A chunk of a range of the elements of a block, in C order, for which its shape may be of use.
+
+        `array`: float32, any shape. `shape`: that of the block; None if the elements are of several. `start`: the
+        element of the block with which the range begins.
+        """
+        return self.encode(array, None)
 
     def _encode(self, array: Array, out: Array) -> Bytes:
         """A chunk of `array`, float32, possibly in `out`, uint8, which has enough room."""
@@ -34,6 +37,18 @@ class GradientCodec(LeveledCodec):
         """Fill `out`, float32 of any shape, from a chunk. Raises `CodecError` if the chunk is damaged."""
         check_dtype(out.dtype)
         super().decode_into(memoryview(data), out, base)  # slices of a memoryview are not copies
+
+
+def chunk_buffer(array: Array, out: Array) -> Array:
+    """`out` if a chunk of the array fits, else another buffer, (m,) uint8.
+
+    Raises:
+        NotApplicable: The array has another dtype, or more than 2**28 values.
+    """
+    if array.dtype != FLOAT32 or array.size > MAX_ELEMENTS:
+        raise NotApplicable(f"a chunk of gradients is at most {MAX_ELEMENTS} float32, not {array.size} {array.dtype}")
+    capacity = encode_bound(array.nbytes)
+    return out if out.size >= capacity else np.empty(capacity, np.uint8)
 
 
 def check_dtype(dtype: DType) -> None:

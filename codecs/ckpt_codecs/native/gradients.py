@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt_codecs.base import Array
 from ckpt_codecs.errors import CodecError
-from ckpt_codecs.native.library import ADDRESS, FLOAT, INT64, address, bind
+from ckpt_codecs.native.library import ADDRESS, FLOAT, INT64, address, bind, scratch
 
 SIGNATURES = {
     "count_words": (INT64, ADDRESS, INT64),
@@ -20,6 +20,9 @@ SIGNATURES = {
     "divide_by_factor": (INT64, ADDRESS, INT64, FLOAT, ADDRESS),
     "multiply_by_factor": (INT64, ADDRESS, INT64, FLOAT, ADDRESS),
     "quantise_blocks": (INT64, *[ADDRESS, INT64] * 2, ADDRESS),
+    "write_columns": (INT64, *[ADDRESS, INT64], INT64, INT64, *[ADDRESS, INT64] * 2),
+    "read_columns": (INT64, *[ADDRESS, INT64], INT64, INT64, *[ADDRESS, INT64] * 2),
+    "columns_scratch": (INT64, INT64, INT64),
     "restore_blocks": (INT64, *[ADDRESS, INT64] * 2, ADDRESS),
 }
 kernels = bind(SIGNATURES)
@@ -28,6 +31,8 @@ BLOCK = 512
 """The number of words that share a scale."""
 LONG_GAP = 255
 """A byte with this value adds itself to a gap, which continues in the next byte."""
+MAX_COLUMNS = 1 << 16
+"""The maximum number of columns of `write_columns`."""
 MAX_SHIFT = 24
 """The maximum number of low bits of a gap that are stored outside its byte."""
 
@@ -105,6 +110,34 @@ def quantise_blocks(words: Array, scales: Array, codes: Array) -> int:
         kernels.quantise_blocks(
             *(address(words, _UINT32), words.size, address(scales, _UINT32, writable=True), scales.size),
             address(codes, _UINT8, writable=True),
+        )
+    )
+
+
+def write_columns(codes: Array, columns: int, skipped: int, out: Array) -> int:
+    """Write codes in four classes by row and column; return the count of bytes, or 0 if one stream would be smaller.
+
+    `codes`: (n,) uint8, from `skipped` elements after the beginning of a row on; 0 <= skipped < columns <= n;
+    `out`: (m,) uint8, m >= n + 36 + ceil(columns / 2) + ceil((n // columns + 2) / 2).
+    """
+    return int(
+        kernels.write_columns(
+            *(address(codes, _UINT8), codes.size, columns, skipped, address(out, _UINT8, writable=True), out.size),
+            *scratch(kernels.columns_scratch(codes.size, columns)),
+        )
+    )
+
+
+def read_columns(source: Array, columns: int, skipped: int, codes: Array) -> int:
+    """Fill `codes`, (n,) uint8, from what `write_columns` wrote; return the count of bytes, or 0 if they are damaged.
+
+    `source`: (m,) uint8, which may go on after them; 0 <= skipped < columns <= n, columns <= MAX_COLUMNS.
+    """
+    return int(
+        kernels.read_columns(
+            *(address(source, _UINT8), source.size, columns, skipped),
+            *(address(codes, _UINT8, writable=True), codes.size),
+            *scratch(kernels.columns_scratch(codes.size, columns)),
         )
     )
 

@@ -27,7 +27,10 @@ from ckpt_formats.core.values import Value
 from ckpt_formats.core.version import WRITTEN_BY
 
 NAME = "layout.json"
-VERSION = 2
+VERSION, UNCLASSED = 3, 2
+"""What this program reads at most, and what it writes if no chunk can be of mode 12, so that older ones read it."""
+CLASSED = ("int8",)
+"""The codecs whose chunks may be of mode 12."""
 CHUNK = 1 << 18
 """The maximum number of elements in a chunk."""
 ALONE = 1 << 16
@@ -154,6 +157,15 @@ class RankLayout:
         start = starts[run] + (index - first[run]) * sizes[run]
         return start, min(start + sizes[run], starts[run + 1])
 
+    def chunk_place(self, index: int) -> tuple[Shape | None, int]:
+        """The shape of the block of which a chunk has a range, and the element with which it begins, in C order.
+
+        The shape is None if the chunk has ranges of several blocks.
+        """
+        ranges = list(self.ranges(index))
+        first = ranges[0]
+        return first.part.box.shape if len(ranges) == 1 else None, first.part.start + first.start
+
     def chunk_of(self, element: int) -> int:
         """The number of the chunk that contains an element of the vector."""
         starts, first, sizes = self._runs
@@ -205,7 +217,7 @@ class SegmentLayout:
     versions: Mapping[str, Value]
     parent: str | None
     """The content id of the chain's state at `first`; None if the segment stores that state itself."""
-    version: int = VERSION
+    version: int = UNCLASSED
 
     @property
     def numel(self) -> int:
@@ -218,7 +230,7 @@ def dump(layout: SegmentLayout) -> bytes:
     return sealed_json.dump(
         {
             "format": "ckpt-gradients",
-            "version": VERSION,
+            "version": VERSION if layout.codec in CLASSED else UNCLASSED,
             "written_by": WRITTEN_BY,
             "run": layout.run,
             "first": layout.first,
