@@ -2,12 +2,12 @@
 
     .venv/bin/python benchmarks/context_models.py [STATE] [--values 4000000]
 
-STATE is a checkpoint that ckpt reads; by default the pre-training state that `trajectory.py` made. A context model codes
-a plane of bytes with adaptive counts in each context. Its length here is exact, as of an arithmetic coder without loss:
-the product of all predictions depends on the last counts only (Krichevsky and Trofimov, 1981). One model goes through
-all tensors of a state, and takes no room itself. Contexts are those of codecs for floats and images: neighbours, means
-of row and column so far, the same value in another state of the optimizer, and pairs of them. Of each plane, the context
-that is best counts. Models that mix contexts by weights, such as PAQ, are not among them.
+STATE is a checkpoint that ckpt reads; by default the pre-training state that `trajectory.py` made. A context model
+codes a plane of bytes with adaptive counts in each context. Its length here is exact, as of an arithmetic coder without
+loss: the product of all predictions depends on the last counts only (Krichevsky and Trofimov, 1981). One model goes
+through all tensors of a state, and takes no room itself. Contexts are those of codecs for floats and images:
+neighbours, means of row and column so far, the same value in another state of the optimizer, and pairs of them. Of each
+plane, the best context counts. Models that mix contexts by weights, such as PAQ, are not among them.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
 
-STATES = ("fp32", "exp_avg", "exp_avg_sq", "param")
+STATES = ("fp32", "exp_avg", "exp_avg_sq")
 ESTIMATES = (0.5, 0.1, 0.02, 0.004)
 """What each symbol counts before it was seen; the best for a plane is taken."""
 _LGAMMA = np.vectorize(lgamma, otypes=[np.float64])
