@@ -236,6 +236,9 @@ def test_other_chains_have_no_models_and_families_no_steps(family: Path, tmp_pat
         open_checkpoint(tmp_path / "run.chain@math")
     with pytest.raises(UnsupportedError, match="a family of models, which has no steps"):
         append(copy(family, tmp_path), model(MATH), 9, DeltaPolicy(), Execution())
+    for retention in (Retention(("last:1",)), Retention(upto=1), Retention(gradients=0)):
+        with pytest.raises(UnsupportedError, match="a family of models, which has no steps"):
+            Chain(family).compact(retention)
     for policy in (
         DeltaPolicy(tip=True),
         DeltaPolicy(base_every=2),
