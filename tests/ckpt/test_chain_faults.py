@@ -251,7 +251,7 @@ def test_a_restore_that_is_stopped_leaves_no_target_and_goes_on(
 
 
 @pytest.mark.slow
-def test_what_was_replayed_of_another_chain_is_not_written(
+def test_restore_writes_nothing_that_was_replayed_of_another_chain(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, chain, seen = tmp_path / "out.pt", tmp_path / "chain", list[str]()

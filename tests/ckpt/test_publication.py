@@ -70,6 +70,7 @@ def test_publication_begins_an_epoch_when_a_run_goes_back(tmp_path: Path) -> Non
     assert old.name == StepName(1, 12)
 
 
+@pytest.mark.slow
 def test_publication_begins_an_epoch_beside_records_that_do_not_follow(tmp_path: Path) -> None:
     run = tmp_path / "policy.chain"
     publish(run, [1])
@@ -142,6 +143,7 @@ def lost_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
+@pytest.mark.slow
 def test_base_after_a_lost_answer_is_no_delta_for_who_has_the_step_before(
     tmp_path: Path, lost_answers: list[int]
 ) -> None:
@@ -165,6 +167,7 @@ def test_base_after_a_lost_answer_is_no_delta_for_who_has_the_step_before(
     assert behind.values[0].published_piece(0).tobytes() == ranks.values[0].piece(0).tobytes()
 
 
+@pytest.mark.slow
 def test_fold_whose_answer_is_lost_counts_as_no_step(tmp_path: Path, lost_answers: list[int]) -> None:
     run, ranks = tmp_path / "policy.chain", Ranks(model())
     lost_answers.append(5)
