@@ -222,11 +222,11 @@ def _search(start: FittedStep, sample: Sample) -> tuple[FittedStep, float]:
     some = sample.subsample(4096)
     weights, actual = _weights_by(start, some), some.w1.view(np.uint32)
     count = _count_equal(weights(best.weight_factor, best.step_size), actual)
-    begun = dict[str, FittedStep]()
+    origins = dict[str, FittedStep]()
     for name, reach in 2 * (("step_size", STEP_NEIGHBOURS), ("weight_factor", FACTOR_NEIGHBOURS)):
-        if begun.get(name) is best:  # its neighbours were tried, and nothing else has changed since then
+        if origins.get(name) is best:  # its neighbours were tried, and nothing else has changed since then
             continue
-        begun[name] = best
+        origins[name] = best
         neighbours = [float(x) for x in _neighbours(np.float32(getattr(best, name)), reach)]
         factor, size = best.weight_factor, best.step_size
         for value in [*neighbours, getattr(start, name)]:
