@@ -10,11 +10,10 @@ from typing import Any, TextIO, cast
 
 import click
 
-from ckpt_cli import notes, progress
+from ckpt_cli import interrupt, notes, progress
 from ckpt_cli.options.command import help_text
 from ckpt_cli.options.exit_codes import USAGE, exit_code, kind_of
 from ckpt_cli.options.groups import TerminalContext
-from ckpt_cli.start import interrupt
 from ckpt_formats.core.errors import CkptError, NotFoundError, OutputError
 from ckpt_formats.core.text import format_nbytes, printable
 from ckpt_formats.core.version import VERSION

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from ckpt_cli.terminal import width
 from ckpt_formats.core.notices import Notice, Weight, by_weight
 from ckpt_formats.core.text import folded, printable
 
@@ -70,7 +69,9 @@ def tell(line: str) -> None:
     if sys.stderr is None or not sys.stderr.isatty():
         click.echo(line, err=True)
         return
-    for part in folded(line, width()):
+    import shutil  # only terminals have a width
+
+    for part in folded(line, shutil.get_terminal_size((100, 24)).columns):
         click.echo(part, err=True)
 
 

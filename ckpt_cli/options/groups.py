@@ -6,8 +6,6 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from ckpt_cli.terminal import width
-
 T = TypeVar("T")
 
 _HEADING = "Options"
@@ -33,7 +31,9 @@ class TerminalContext(click.Context):
 
     def make_formatter(self) -> click.HelpFormatter:
         if self.terminal_width is None:
-            self.terminal_width = self.max_content_width = width()
+            import shutil  # only help needs it
+
+            self.terminal_width = self.max_content_width = shutil.get_terminal_size((100, 24)).columns
         return super().make_formatter()
 
 

@@ -1,14 +1,28 @@
 """Tables and long lines for a terminal of any width: nothing is broken inside a number or a name."""
 
+import os
+import sys
 from collections.abc import Collection, Sequence
 from typing import Literal
 
 import click
 
-from ckpt_cli.terminal import width
-
 _GAP = 2
 """Spaces between columns."""
+
+
+def width() -> int:
+    """The columns of the terminal, or those that `COLUMNS` says; 100 if there is no terminal.
+
+    `shutil` has such a function, but imports all compressors of Python, and `inspect` needs none.
+    """
+    stated = os.environ.get("COLUMNS", "")
+    if stated.isascii() and stated.isdigit() and int(stated[:9]):
+        return int(stated[:9])
+    try:
+        return os.get_terminal_size(sys.__stdout__.fileno()).columns or 100  # type: ignore[union-attr]
+    except (AttributeError, ValueError, OSError):  # it is closed, or no terminal
+        return 100
 
 
 def table(

@@ -7,7 +7,7 @@ import click
 
 from ckpt_cli import notes
 from ckpt_cli.options.target import FORMAT_OPTIONS
-from ckpt_cli.terminal import width
+from ckpt_cli.views import columns
 from ckpt_cli.views.report import conclude, data
 from ckpt_formats.core.format import Format, WritableFormat
 from ckpt_formats.core.notices import Notice
@@ -37,7 +37,7 @@ def show_formats(as_json: bool) -> None:
         click.echo(f"{row['name']:<20} {how:<12} {' '.join(row['endings'])}".rstrip())
         source = f"from the package {row['package']}" if row["package"] else f"recognised by {', '.join(known)}"
         for line in (f"    {row['summary']}", f"    {source}"):
-            for part in folded(line, width()):
+            for part in folded(line, columns.width()):
                 click.echo(part)
     click.echo()
     conclude("The ending of a target determines its format; a name without one is a folder in the universal format.")
@@ -58,7 +58,7 @@ def show_families(as_json: bool) -> None:
         megatron = "Megatron core" if one.in_megatron else "not in Megatron core"
         click.echo(f"{one.name:<20} {', '.join((megatron, *filter(None, parts)))}")
         for line in (f"    {', '.join(one.architectures)}", f"    model_type {', '.join(one.model_types)}"):
-            for part in folded(line, width()):
+            for part in folded(line, columns.width()):
                 click.echo(part)
         click.echo(f"    names of {', '.join(one.libraries)}")
     click.echo()

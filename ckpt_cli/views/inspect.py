@@ -12,7 +12,6 @@ import click
 import numpy as np
 
 from ckpt_cli import notes
-from ckpt_cli.terminal import width
 from ckpt_cli.views import columns
 from ckpt_cli.views.file_ranges import FileRanges, SourceFiles
 from ckpt_cli.views.report import conclude, data
@@ -139,7 +138,7 @@ def print_text(checkpoint: Checkpoint, depth: int | None, extras: bool) -> None:
         for one in shared:
             click.echo(f"  {one.folder}  {format_nbytes(one.nbytes)}")
     click.echo("\nparameters")
-    room = width()
+    room = columns.width()
     for line in name_tree.lines(states, depth):
         for part in folded(f"  {line}", room):
             click.echo(part)

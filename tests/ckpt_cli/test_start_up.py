@@ -176,7 +176,7 @@ class Interrupt:
 sys.meta_path.insert(0, Interrupt())
 signal.signal(signal.SIGINT, {handler})
 sys.argv = ["ckpt", "inspect", {source!r}]
-from ckpt_cli.start import start
+from ckpt_cli.__main__ import start
 start()
 """
 
