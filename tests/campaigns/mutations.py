@@ -94,8 +94,10 @@ AREAS: dict[str, tuple[int, list[str]]] = {
     "seals": (14, ["ckpt_formats/core/files.py", "ckpt_formats/containers/sealed_json.py", "ckpt/findings/*.py"]),
     "journal": (
         18,
-        ["ckpt/staging.py", "ckpt/pipeline.py", "ckpt/job.py", "ckpt/executors.py", "ckpt/interrupts.py"],
+        ["ckpt/pipeline/*.py", "ckpt/job/*.py"],
     ),
+    "stores": (18, ["ckpt_formats/stores/*.py", "ckpt/holding/*.py"]),
+    "publishing": (14, ["ckpt/publishing/*.py", "ckpt/following/*.py", "ckpt/copying/*.py", "ckpt/runs/*.py"]),
     "chains": (18, ["ckpt/chains/*.py", "ckpt_formats/universal/chain/*.py"]),
     "codecs": (16, [f"ckpt_codecs/{room}*.py" for room in ("", "chunk/", "lossless/", "native/")]),
     "deltas": (14, ["ckpt_codecs/deltas/*.py", "ckpt_codecs/deltas/residuals/*.py", "ckpt_codecs/optimizers/*.py"]),
