@@ -9,8 +9,9 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckpt
-from ckpt.pipeline.removal import delete_beside
+from ckpt.pipeline.removal import delete_beside, remove_checkpoint
 from ckpt_cli.main import USAGE
+from ckpt_formats.core.folders import replaced_file
 from damage import NOT_FOUND, OUTPUT, SAMPLES
 from damage import ckpt as command
 from killing import killed, points, spread
@@ -93,6 +94,43 @@ def test_kills_leave_the_old_file_with_its_checksums_and_parity_or_the_new_one_w
         assert names(place) == (whole if value == 1.0 else {target.name}), point
         values.add(value)
     assert values == {1.0, 2.0}
+
+
+@pytest.mark.slow
+def test_a_second_name_that_a_kill_left_goes_with_its_file_and_what_lies_beside_the_next_one_counts(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    target = folder / "model.safetensors"
+    second = replaced_file(target)
+
+    def begin() -> None:
+        ckpt.save(ckpt.open(source(tmp_path, 1.0)), target)
+        ckpt.seal(target)
+        ckpt.protect(target, 1)
+        second.hardlink_to(target)  # killed before the exchange
+
+    begin()
+    data = target.read_bytes()
+    target.write_bytes(data[:-1] + b"\0")
+    assert command("repair", target).code == 0
+    assert target.read_bytes() == data
+    ckpt.clean(target)
+    assert names(folder) == {target.name, f"{target.name}.ckpt-seal", f".{target.name}.ckpt-parity"}
+    second.hardlink_to(target)
+    remove_checkpoint(target)
+    assert names(folder) == set()
+
+    begin()
+    source(tmp_path, 2.0).rename(target)  # killed after it
+    assert command("verify", folder).code == 0
+    target.unlink()
+    delete_beside(target)
+    refused = command("convert", source(tmp_path, 2.0), target)
+    assert (refused.code, "a file model.safetensors that is gone" in refused.err) == (OUTPUT, True)
+    ckpt.clean(target)
+    begin()
 
 
 def test_convert_and_copy_write_nothing_beside_the_seal_or_the_parity_of_a_file_that_is_gone(tmp_path: Path) -> None:

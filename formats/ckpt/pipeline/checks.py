@@ -10,7 +10,7 @@ from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint
 from ckpt_formats.core.errors import CorruptError, IncompleteError, OutputError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.fingerprint import fingerprint
-from ckpt_formats.core.folders import parity_of_file
+from ckpt_formats.core.folders import parity_of_file, replaced_file
 from ckpt_formats.core.format import FilePlan, Plan, WritableFormat
 from ckpt_formats.core.header_problems import missing_blocks
 from ckpt_formats.core.identity import Identities, Identity
@@ -45,10 +45,11 @@ def plan(source: Checkpoint, target: Path, format: WritableFormat) -> Plan:
 def check_nothing_beside(target: Path, is_sealed: bool = False) -> None:
     """Raise `OutputError` if a seal file or parity of a file that is gone lies beside a target in a file system.
 
-    The new file would be called damaged, and `repair` would set it back, block by block. `is_sealed`: the job itself
-    writes the seal file first.
+    The new file would be called damaged, and `repair` would set it back, block by block. With a second name of that
+    file, what is written beside the new one later would not count. `is_sealed`: the job itself writes the seal file
+    first.
     """
-    own = (parity_of_file(target),) if is_sealed else (place_of_file(target), parity_of_file(target))
+    own = [parity_of_file(target), replaced_file(target)] + ([] if is_sealed else [place_of_file(target)])
     for place in () if is_remote(target) else own:
         if os.path.lexists(place):
             raise OutputError(

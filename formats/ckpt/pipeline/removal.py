@@ -40,6 +40,7 @@ def remove_checkpoint(path: Path) -> None:
         else:
             aside = set_aside_path(path)
             delete(aside)
+            _finish_replacement(path)
             delete_beside(path)  # first: after a kill, another file of this name may be there before it is finished
             rename_new(path, aside)
             flush(path.parent)

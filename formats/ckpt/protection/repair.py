@@ -14,6 +14,7 @@ from ckpt.job import AnyProgress, count_to
 from ckpt.pipeline import Resources
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.interrupts import interruptible
+from ckpt.pipeline.removal import delete
 from ckpt.protection.chain_parts import problem_of_segment
 from ckpt.protection.damage import (
     Damage,
@@ -31,7 +32,7 @@ from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import Checked, Count, StrPath, checked
 from ckpt_formats.core.errors import CkptError, CorruptError, OutputError, UnsafeError
 from ckpt_formats.core.files import write_at
-from ckpt_formats.core.folders import hidden_name
+from ckpt_formats.core.folders import hidden_name, replaced_file
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.place import ObjectEntry
@@ -316,6 +317,8 @@ def _write(
     for path, new in outputs.items():
         final = _repaired(path) if path in unrepairable else path
         there = entry_at(final) if path in unrepairable else entries.get(final)
+        if not is_remote(final):
+            delete(replaced_file(final))  # else what lies beside the file would seem to be of the damaged one
         try:
             place_at(final.parent).replace_from(final.name, new, there)
         except FileExistsError:

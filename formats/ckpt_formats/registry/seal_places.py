@@ -28,7 +28,8 @@ def seal_files_of(own: Set[Path], path: Path) -> list[Path]:
     folders = dict.fromkeys((path, *(file.parent for file in own if file != path)))
     listed = sorted(one for folder in folders for one in _seal_files_in(folder))
     whole = path / IN_FOLDER
-    of_files = [one for one in listed if one != whole and one.with_name(one.name.removesuffix(SEAL_SUFFIX)) in own]
+    sealed = {one: one.with_name(one.name.removesuffix(SEAL_SUFFIX)) for one in listed if one != whole}
+    of_files = [one for one, file in sealed.items() if file in own and not has_stale_sidecars(file)]
     return [whole, *of_files] if whole in listed else of_files
 
 
