@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 import ckpt
 from ckpt.pipeline import Resources
+from ckpt.protection.parity_folders import give_name
 from ckpt.protection.work_files import locked
 from ckpt_formats.core import publish
 from ckpt_formats.core.errors import LockedError
@@ -238,6 +239,32 @@ def test_parity_of_an_older_state_does_not_outvote_the_manifest_of_the_checkpoin
     (root / "x").unlink()
     assert command("repair", root, "--parity", new).code == 0
     assert (root / "x").read_bytes() == b"later" * 50
+
+
+def test_the_new_state_counts_if_parity_elsewhere_was_replaced_and_the_manifest_of_the_checkpoint_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, a, b = (tmp_path / name for name in ("run", "a", "b"))
+    fill(root, {name: os.urandom(99) for name in "xyz"})
+    ckpt.protect(root, 2, into=[a, b], resources=TWO)
+    (root / "x").write_bytes(b"later" * 50)
+    whole = {name: (root / name).read_bytes() for name in "xyz"}
+
+    def fail(folder: Path, base: Path, is_replaced: bool) -> None:
+        if base == b:
+            raise OSError(errno.EIO, "the disk is gone")
+        give_name(folder, base, is_replaced)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckpt.protection.protect.give_name", fail)
+        with pytest.raises(ckpt.errors.OutputError, match="the disk is gone"):
+            ckpt.protect(root, 2, into=[a, b], overwrite=True, resources=TWO)
+    for places in ([a], [a, b]):
+        (root / "y").unlink()
+        result = ckpt.repair(root, parity=places, resources=TWO)
+        assert not result.unrepairable
+        assert {name: (root / name).read_bytes() for name in "xyz"} == whole
+    assert not ckpt.repair(root, parity=[a, b], resources=TWO).damaged
 
 
 def test_places_of_parity_are_named_in_any_order_and_new_ones_take_what_is_lost(tmp_path: Path) -> None:

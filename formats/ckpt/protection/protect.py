@@ -44,6 +44,7 @@ from ckpt_formats.core.publish import flush, flush_all
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.parity.blocks import (
+    PLAN,
     BlockAddress,
     ProtectedFolder,
     ThreadReaders,
@@ -72,7 +73,7 @@ Parities = Annotated[int, Range(1, MAX_LOST)]
 """How many domains may be lost."""
 _PARTS = 16
 """For each part of a single file that may be lost, it has so many."""
-_PLAN, _JOURNAL, _UPLOAD = "plan.json", "journal", "upload-"
+_JOURNAL, _UPLOAD = "journal", "upload-"
 _JOURNAL_EVERY = 1 << 30
 """Bytes of data after which what was computed is flushed and noted."""
 
@@ -392,13 +393,13 @@ class _Journal:
             for place in self._work.grown.places:
                 place.mkdir()
             (self._folder / _JOURNAL).touch()
-            write_whole(self._folder / _PLAN, note)
+            write_whole(self._folder / PLAN, note)
         self._descriptor = os.open(self._folder / _JOURNAL, os.O_RDWR | os.O_CLOEXEC)
         self._read()
 
     def _is_equal(self, note: bytes) -> bool:
         try:
-            return (self._folder / _PLAN).read_bytes() == note
+            return (self._folder / PLAN).read_bytes() == note
         except OSError:
             return False
 
@@ -609,7 +610,7 @@ def _publish(work: _Work) -> None:
             base.rmdir()  # an empty one
         give_name(folder, base, _is_replaced(plan, base))
     # Until here, an interrupted run goes on.
-    for name in (_PLAN, _JOURNAL):
+    for name in (PLAN, _JOURNAL):
         (work.folder / name).unlink(missing_ok=True)
     for folder in work.elsewhere.values():
         if folder.parent == work.folder:

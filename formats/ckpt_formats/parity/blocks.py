@@ -17,11 +17,13 @@ from ckpt_formats.core.files import Reader, unreadable
 from ckpt_formats.core.folders import PARITY, check_no_stale_sidecars, has_stale_sidecars, hidden_name, parity_of_file
 from ckpt_formats.core.identity import Identities
 from ckpt_formats.core.store_path import StoreError, is_remote, request
-from ckpt_formats.core.text import printable
+from ckpt_formats.core.text import PARTIAL, printable
 from ckpt_formats.parity.code import parity_matrix, recovery_matrix
-from ckpt_formats.parity.copies import copies_in, copy_at, manifests
+from ckpt_formats.parity.copies import ManifestCopy, copies_in, copy_at, manifests
 from ckpt_formats.parity.manifest import BLOCK_NBYTES, NAME, BlockHashes, ParityManifest
 
+PLAN = "plan.json"
+"""In a folder with parity that grows: what is protected. It goes before the folder gets its name."""
 BLOCKS_AT_ONCE = 16
 """Blocks of a stripe that are in memory together: a thread needs so many and the parities, whatever the group is."""
 _SLICE_NBYTES = 1 << 16
@@ -153,8 +155,7 @@ def find_parity(path: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
     base = parity_folder(path)
     root, file = (path, None) if base.parent == path else (path.parent, path.name)
     errors = list[CkptError]()
-    _check_states(base, elsewhere)
-    for copy, hashes in manifests(copies_in((*elsewhere, base))):
+    for copy, hashes in manifests(_copies_of_state(base, elsewhere)):
         if isinstance(hashes, CkptError):
             errors.append(hashes)
             continue
@@ -173,19 +174,29 @@ def find_parity(path: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
     )
 
 
-def _check_states(base: Path, elsewhere: Sequence[Path]) -> None:
-    """Raise `CorruptError` if a folder has parity of another state than the checkpoint's own manifest states.
+def _copies_of_state(base: Path, elsewhere: Sequence[Path]) -> list[ManifestCopy]:
+    """The copies of manifests, without those of an earlier state if a run was killed that gave folders a new one.
 
-    Parity of an older state must not outvote what was protected last.
+    Raises `CorruptError` if a folder has parity of another state than the checkpoint's own manifest states: parity of an
+    older state must not outvote what was protected last.
     """
+    copies = {folder: copies_in((folder,)) for folder in (*elsewhere, base)}
+    every = [copy for of in copies.values() for copy in of]
     own = copy_at(base / NAME) if elsewhere else None
-    for folder in elsewhere if own is not None and own.digest is not None else ():
-        digests = {copy.digest for copy in copies_in((folder,)) if copy.digest is not None}
-        if own is not None and digests and own.digest not in digests:
+    if own is None or own.digest is None:
+        return every
+    grown = base.with_name(base.name + PARTIAL)
+    draft = copy_at(grown / NAME) if not is_remote(base) and (grown / PLAN).is_file() else None
+    if draft is not None and any(copy.digest == draft.digest is not None for one in elsewhere for copy in copies[one]):
+        return [copy for copy in every if copy.digest == draft.digest]
+    for folder in elsewhere:
+        digests = {copy.digest for copy in copies[folder] if copy.digest is not None}
+        if digests and own.digest not in digests:
             hint = f"Name the folders of the last `ckpt protect --into`. If {own.path} is the older one, remove it."
             raise CorruptError(
                 "has the parity of another state than the checkpoint's own manifest", where=folder, hint=hint
             )
+    return every
 
 
 def _places_now(base: Path, elsewhere: Sequence[Path], parities: int) -> tuple[Path, ...]:
