@@ -177,8 +177,8 @@ def find_parity(path: Path, elsewhere: Sequence[Path] = ()) -> ProtectedFolder:
 def _copies_of_state(base: Path, elsewhere: Sequence[Path]) -> list[ManifestCopy]:
     """The copies of manifests, without those of an earlier state if a run was killed that gave folders a new one.
 
-    Raises `CorruptError` if a folder has parity of another state than the checkpoint's own manifest states: parity of an
-    older state must not outvote what was protected last.
+    Raises `CorruptError` if a folder has parity of another state than the checkpoint's own manifest states: an older
+    one must not outvote what was protected last.
     """
     copies = {folder: copies_in((folder,)) for folder in (*elsewhere, base)}
     every = [copy for of in copies.values() for copy in of]
