@@ -58,6 +58,10 @@ class BreakableLog:
             self.end(str(error))
             self.warn(str(error), self.retries)
 
+    def begin(self, recording: RankRecording) -> None:
+        """Record into a new segment from now on, from its start, of which each state counts."""
+        self.recording, self.broken = recording, None
+
     def end(self, reason: str | None) -> None:
         """End the writer. `reason`: why the recording is broken, if it is."""
         self._on_end()

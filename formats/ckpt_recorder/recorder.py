@@ -269,7 +269,6 @@ class Recorder:
         except CkptError as error:
             self._log.end(str(error))
             raise
-        self._log.broken = None
         self._refresh_watch()
 
     def _check_base(self, share: RankPart) -> None:
@@ -297,7 +296,7 @@ class Recorder:
         )
         try:
             recording = RankRecording(self._run, share, layout, settings, options.stall_seconds)
-            self._log.recording = recording
+            self._log.begin(recording)
             if options.random_states:
                 recording.record_random_states(self.step, self._random.return_to(self.step))
             recording.record_notes(self.step, self._noted[1] if self._noted[0] == self.step else {})

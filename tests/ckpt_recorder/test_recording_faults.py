@@ -183,6 +183,37 @@ def _memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+class _Scaled(nn.Linear):
+    """A module with a state of its own."""
+
+    count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+
+@pytest.mark.slow
+def test_a_segment_after_a_broken_one_begins_with_the_extra_states_of_modules(run: Run, chain: Path) -> None:
+    scaled = _Scaled(WIDTH, WIDTH)
+    scaled.load_state_dict({**run.net[0].state_dict(), "_extra_state": None}, strict=False)
+    run.net[0] = scaled
+    run.optimizer = torch.optim.AdamW(run.net.parameters(), lr=1e-2, fused=True)
+    recorder = recorded(run, chain, retry=10)
+    run.step(3)
+    assert recorder.writer_pid is not None
+    os.kill(recorder.writer_pid, signal.SIGKILL)
+    scaled.count = 7
+    with pytest.warns(RecorderWarning, match="every 10 steps"):
+        run.step(7)
+    scaled.count = 8
+    run.step()
+    recorder.close()
+    for step, count in ((10, 7), (11, 8)):
+        checkpoint = states.open_state(chain, chain_file.load(chain / chain_file.NAME), step)
+        assert checkpoint.extras["0._extra_state"] == {"count": count}
+    run.check(chain, 10)
+
+
 def test_a_writer_that_dies_is_said_once_and_followed_by_another(run: Run, chain: Path) -> None:
     recorder = recorded(run, chain, retry=10)
     run.step(3)
