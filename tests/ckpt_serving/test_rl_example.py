@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -31,7 +32,7 @@ class Programs:
     """Programs of the example, each a fork of a process that has imported torch and transformers once."""
 
     def __init__(self) -> None:
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, str(PROGRAMS), *IMPORTED]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen(command, env=environment, text=True, **pipes)
@@ -48,12 +49,15 @@ class Programs:
         assert self.wait(name) == -signal.SIGKILL
 
     def wait(self, name: str) -> int:
-        """Its exit status."""
-        return self._ask(self._running.pop(name))
+        """Its exit status. A program that does not end stays among those that `close` kills."""
+        status = self._ask(self._running[name])
+        del self._running[name]
+        return status
 
     def close(self) -> None:
         for pid in self._running.values():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # its end was waited for when the test was interrupted
+                os.kill(pid, signal.SIGKILL)
         self._process.communicate()
 
     def _ask(self, order: Any) -> int:

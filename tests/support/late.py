@@ -1,5 +1,7 @@
 """A module that is imported when a test first asks for something in it."""
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,4 +16,6 @@ class Late:
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("_"):  # pytest looks for marks and wrappers in all that a file of tests has
             raise AttributeError(attribute)
-        return getattr(pytest.importorskip(self._name), attribute)
+        if find_spec(self._name) is None:
+            pytest.skip(f"{self._name} is not installed")
+        return getattr(import_module(self._name), attribute)  # an error of its own modules is none to skip for
