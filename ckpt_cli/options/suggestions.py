@@ -95,6 +95,7 @@ OPTIONS = {
     **dict.fromkeys(("--no-sign-request", "--public"), ("--anonymous",)),
     **dict.fromkeys(("--keep-last", "--keep-daily", "--save-total-limit", "--max-to-keep"), ("--keep",)),
     **dict.fromkeys(("--max-depth",), ("--depth",)),
+    **dict.fromkeys(("--vocab", "--vocab-size", "--vocabulary"), ("--pad-vocab", "--vocab-rows")),
 }
 """Options of other tools, and those of ckpt that do this."""
 
@@ -142,9 +143,9 @@ def options_like(word: str, options: Collection[str]) -> list[str]:
 def _close(word: str, words: Collection[str]) -> list[str]:
     """Those that a word begins, or, if there are none, those of least distance, with one mistake in three letters."""
     word = word.lstrip("-")
-    begun = [name for name in words if len(word) > 2 and name.lstrip("-").startswith(word)]
-    if begun:
-        return begun[:3]
+    completions = [name for name in words if len(word) > 2 and name.lstrip("-").startswith(word)]
+    if completions:
+        return completions[:3]
     distances = {name: _distance(word, name.lstrip("-")) for name in words if name.lstrip("-")[1:]}
     least = min(distances.values(), default=0)
     return [name for name, distance in distances.items() if distance == least <= len(word) / 3 + 0.5][:3]
