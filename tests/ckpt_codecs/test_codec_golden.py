@@ -42,7 +42,7 @@ def test_every_codec_and_every_mode_has_golden_chunks() -> None:
         codecs.add(codec.name)
         modes.add(chunk[0])
     assert codecs == (set(CODECS) | set(GRADIENTS)) - {Rounded.name}
-    assert modes == set(range(13)) - {MAGNITUDES}  # no small chunk has it; test_gradient_codecs.py has its bytes by hand
+    assert modes == set(range(13)) - {MAGNITUDES}  # only large chunks have it; test_gradient_codecs.py has one by hand
 
 
 @AT_EACH_LEVEL

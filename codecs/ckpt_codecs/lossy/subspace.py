@@ -24,7 +24,7 @@ from ckpt_codecs.lossy.quantizer import Quantizer
 from ckpt_codecs.lossy.weight_transform import MAX_RANK, WeightTransform
 
 EXACT, SAME, FACTORS, WEIGHTS, FIRST_MOMENTS, RELATIVE_FACTORS = range(6)
-"""The kind of a section: how a chunk stores a state. Earlier decoders ignore the flag of relative factors, so that these
+"""The kind of a section: how a chunk stores a state. Earlier decoders ignore the flag of relative factors, so these
 have a kind of their own, which they refuse."""
 FIRST_MOMENT_OPTIONS = ("derived", "coarse", "exact", "zero")
 SAMPLES = 4
