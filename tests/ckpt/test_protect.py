@@ -1,6 +1,7 @@
 """Files that are lost, torn, flipped or exchanged are repaired by parity, bit for bit, or named."""
 
 import errno
+import fcntl
 import itertools
 import json
 import math
@@ -510,6 +511,27 @@ def test_repair_replaces_no_file_that_is_written_meanwhile(tmp_path: Path) -> No
         with pytest.raises(ckpt.CkptError):
             ckpt.repair(root, resources=TWO, progress=write)
         assert (root / name).read_bytes() == content
+
+
+def test_parity_is_of_whole_logs(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    fill(root, {"log.ckg": os.urandom(99), "other": os.urandom(99)})
+
+    def record(done: int, total: int) -> None:
+        with (root / "log.ckg").open("ab") as log:
+            log.write(b"a later step")
+
+    with pytest.raises(ckpt.CkptError, match="changed"):
+        ckpt.protect(root, 1, resources=TWO, progress=record)
+    with (root / "log.ckg").open("rb") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        with pytest.raises(LockedError, match="recording"):
+            ckpt.protect(root, 1, resources=TWO)
+    ckpt.protect(root, 1, resources=TWO)
+    flip(root / "log.ckg")
+    with pytest.raises(ckpt.CkptError, match="changed"):
+        ckpt.repair(root, resources=TWO, progress=record)
+    assert (root / "log.ckg").read_bytes().endswith(b"a later step")
 
 
 def test_repair_replaces_no_file_that_is_written_while_others_are_replaced(

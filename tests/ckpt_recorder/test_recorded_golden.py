@@ -1,6 +1,7 @@
 """The golden logs: every step of them is restored as real torch had it, by each version of this program."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,12 @@ import numpy as np
 import pytest
 import xxhash
 
+from ckpt.job import Job
 from ckpt_formats.core.checkpoint import Parameter
+from ckpt_formats.core.errors import CorruptError
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import read
+from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import chain_file, states
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients import recorded_values
@@ -54,6 +58,20 @@ def test_every_step_of_the_golden_log_is_that_of_the_run(step: int) -> None:
             of_rank = random[f"rank-{rank:05d}"]
             assert of_rank["seed"] == step
             assert np.array_equal(of_rank["torch"], np.arange(step, step + 16, dtype=np.uint8) + rank)
+
+
+def test_a_log_may_grow_while_it_is_read_but_not_become_that_of_another_run(tmp_path: Path) -> None:
+    run = tmp_path / "run.chain"
+    shutil.copytree(RUN, run)
+    source = open_checkpoint(Path(f"{run}@5"))
+    for log in (run / "gradients-0000000003").glob("*.ckg"):
+        with log.open("ab") as file:
+            file.write(bytes(64))
+    Job(source, tmp_path / "grown").run()
+    layout = run / "gradients-0000000003" / layouts.NAME
+    layout.write_bytes(layout.read_bytes())  # as a copy of another run does, whose logs are larger, too
+    with pytest.raises(CorruptError, match="was changed or replaced"):
+        Job(source, tmp_path / "exchanged").run()
 
 
 def _count(parameter: Parameter) -> float:

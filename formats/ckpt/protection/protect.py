@@ -31,13 +31,14 @@ from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,
     InvalidArgumentError,
+    LockedError,
     NotFoundError,
     OutputError,
     UnsupportedError,
 )
 from ckpt_formats.core.files import Reader, write_at
 from ckpt_formats.core.folders import below, check_no_stale_sidecars
-from ckpt_formats.core.identity import Identity, check_unchanged
+from ckpt_formats.core.identity import LOG, Identity, check_unchanged
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.own_folder import make_own
 from ckpt_formats.core.publish import flush, flush_all
@@ -68,6 +69,7 @@ from ckpt_formats.parity.manifest import (
     read,
 )
 from ckpt_formats.stores.location import listed_again, target_path
+from ckpt_formats.universal.chain.folder import is_growing
 
 Parities = Annotated[int, Range(1, MAX_LOST)]
 """How many domains may be lost."""
@@ -170,6 +172,7 @@ def plan_protect(
         raise NotFoundError("is not a folder" if root.exists() else "there is nothing here", where=root)
     there = [(given.name, given)] if given.is_file() else [one for one in below(root) if is_protected(one[0])]
     check_names([name for name, _ in there], root)
+    _check_none_records([file for _, file in there])
     identities = {file: Identity.of(file.stat()) for _, file in there}
     files = [ProtectedFile(name, identities[file].nbytes) for name, file in there]
     if not any(file.nbytes for file in files):
@@ -198,6 +201,18 @@ def plan_protect(
     name = given.name if given.is_file() else None
     folder = ProtectedFolder(root, places_of(base, elsewhere, lose), BlockHashes.empty(manifest), name)
     return ProtectPlan(folder, elsewhere, identities, overwrite)
+
+
+def _check_none_records(files: Sequence[Path]) -> None:
+    """Raise `LockedError` if a run records into one of the files: a repair would cut off what it wrote since."""
+    folders = dict.fromkeys(file.parent for file in files if file.suffix == LOG)
+    growing = next(filter(is_growing, folders), None)
+    if growing is not None:
+        raise LockedError(
+            "a run is recording into this log, and parity would be of its beginning",
+            where=growing,
+            hint="End the run first, or give the chain alone parity of what has ended: `ckpt protect CHAIN --by state`.",
+        )
 
 
 def check_no_link(base: Path) -> None:
@@ -253,7 +268,7 @@ def protect(
         NotFoundError: There is no folder with files.
         UnsupportedError: A URL names a single object.
         CorruptError: A file changed meanwhile.
-        LockedError: Another process protects or repairs the folder.
+        LockedError: Another process protects or repairs the folder, or a run records into a log there.
     """
     plan = plan_protect(
         path,
@@ -302,9 +317,9 @@ def _check_unchanged(plan: ProtectPlan) -> None:
     root = plan.folder.root
     if is_remote(root):  # its listing is that of the beginning
         now = listed_again(root)
-        check_unchanged({now / path.relative_to(root): one for path, one in plan.identities.items()})
+        check_unchanged({now / path.relative_to(root): one for path, one in plan.identities.items()}, is_whole=True)
     else:
-        check_unchanged(plan.identities)
+        check_unchanged(plan.identities, is_whole=True)
 
 
 class _Work:

@@ -311,7 +311,7 @@ def _write(
         some = {path: outputs[path] for path in incomplete[first : first + _FILES_AT_ONCE]}
         if unfit := _fill(damage, some, lengths, rebuilt, resources, count):
             return unfit
-    check_unchanged({path: identities[path] for path in paths if path in identities})
+    check_unchanged({path: identities[path] for path in paths if path in identities}, is_whole=True)
     if appeared := [path for path in paths if path not in identities and path.exists()]:
         raise CorruptError("appeared during the repair", where=appeared[0], hint="Repair it when nothing writes it.")
     for path, new in outputs.items():

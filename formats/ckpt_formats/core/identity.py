@@ -24,7 +24,7 @@ _THREADS = 8
 _SHARES = 4
 """So many shares of the files for each thread: a task for each small file would take as long as to open it."""
 _HINT = "Read it when no process writes it any longer."
-_LOG = ".ckg"
+LOG = ".ckg"
 """The suffix of logs, to which a run appends while others read its earlier steps. Each record has its checksum."""
 
 
@@ -93,22 +93,25 @@ def note(path: Path, result: os.stat_result, known: Identities) -> None:
         raise _changed(path)
 
 
-def changes(identities: Identities) -> Iterator[CkptError]:
+def changes(identities: Identities, is_whole: bool = False) -> Iterator[CkptError]:
     """An error for each file that is not the one that was opened: `CorruptError`, or `IncompleteError` if it is
-    missing."""
+    missing.
+
+    `is_whole`: whole files were read, of logs, too, which may not have grown.
+    """
     for path, before in identities.items():
         try:
             now = Identity.of(path.stat())
         except OSError as error:
             yield IncompleteError(f"was removed while it was read: {error.strerror}", where=path, hint=_HINT)
             continue
-        if not _is_same(path, before, now):
+        if now != before if is_whole else not _is_same(path, before, now):
             yield _changed(path)
 
 
-def check_unchanged(identities: Identities) -> None:
+def check_unchanged(identities: Identities, is_whole: bool = False) -> None:
     """Raises the first of `changes`. Its message has their number."""
-    errors = list(changes(identities))
+    errors = list(changes(identities, is_whole))
     if errors:
         if len(errors) > 1:
             errors[0].what += f" (and {len(errors) - 1:,} more files)"
@@ -120,7 +123,7 @@ def _is_same(path: Path, before: Identity, now: Identity) -> bool:
     if now == before:
         return True
     has_grown = (now.device, now.inode) == (before.device, before.inode) and now.nbytes > before.nbytes
-    return has_grown and path.suffix == _LOG
+    return has_grown and path.suffix == LOG
 
 
 def _changed(path: Path) -> CorruptError:

@@ -16,7 +16,7 @@ from ckpt_formats.containers.typed_json import decode
 from ckpt_formats.core.claims import MAX_INDEX, MAX_RANDOM
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import Reader, read_whole
-from ckpt_formats.core.identity import in_threads, unrecorded
+from ckpt_formats.core.identity import in_threads
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.text import list_names
 from ckpt_formats.core.values import Value
@@ -400,9 +400,8 @@ def open_layout(folder: Path) -> tuple[SegmentLayout, tuple[FileHead, ...]]:
     path = folder / layouts.NAME
     if not path.is_file():
         raise NotFoundError("not a log of gradients: it has no layout.json", where=folder)
-    with unrecorded():  # the file grows while it is read
-        layout = layouts.load(path)
-        name = layouts.identity(read_whole(path, MAX_INDEX))
+    layout = layouts.load(path)
+    name = layouts.identity(read_whole(path, MAX_INDEX))
     world = len(layout.ranks)
     missing = [rank_file(rank) for rank in range(world) if not (folder / rank_file(rank)).is_file()]
     if missing:
