@@ -319,6 +319,21 @@ def test_full_disk_leaves_what_is_served(run: PublishedRun, tmp_path: Path) -> N
         assert served_bytes(target / "current") == bytes_of(weights_at(4))
 
 
+def test_folder_is_served_again_after_a_link_that_could_not_be_replaced(
+    run: PublishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = PublishedSource(run.run)
+    with ServedFolder(tmp_path / "served", source, 1) as served:
+        head = source.head()
+        assert head is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+            with pytest.raises(OutputError):
+                served.advance(head, head.record)
+        assert served.advance(head, head.record).path == tmp_path / "served" / "a"
+    assert served_bytes(tmp_path / "served" / "current") == bytes_of(weights_at(3))
+
+
 def test_follower_goes_on_while_the_chain_cannot_be_read(run: PublishedRun, tmp_path: Path) -> None:
     target, stop, events = tmp_path / "served", threading.Event(), list[FollowEvent]()
     hidden = tmp_path / "hidden"

@@ -104,8 +104,7 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
         try:
             self._check_contents()
             with _writing(self.target):
-                for name in (_NEXT, _NEXT_LINK, _OLD):
-                    _remove(self.target / name)
+                self._remove_leftovers()
         except BaseException:
             self._lock.__exit__(None, None, None)
             raise
@@ -247,6 +246,7 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
     def _next_folder(self, layout: StateLayout, files: Sequence[WeightsFile]) -> MappedWeights:
         """The folder for the next step, mapped: what was served before, if it may be written in place, else new."""
         other, path = self.target / self._free_name(), self.target / _NEXT
+        self._remove_leftovers()
         if self._is_released and self._other is not None and self._other.layout.model == layout.model:
             os.rename(other, path)
             (path / RECORD).unlink()
@@ -262,6 +262,11 @@ class ServedFolder(AbstractContextManager["ServedFolder"]):
         if needed > there:
             raise _full(needed, there, self.target)
         return map_weights(path, layout, files, is_new=True)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a step has left that could not be served."""
+        for name in (_NEXT, _NEXT_LINK, _OLD):
+            _remove(self.target / name)
 
     def _publish(self, files: dict[str, bytes]) -> Path:
         """Give the folder that is complete its name, and let the link name it."""
