@@ -92,6 +92,18 @@ def test_watch_prunes_only_what_is_stored_with_equal_values(tmp_path: Path) -> N
     assert (place / "checkpoint-1" / "mine.txt").read_text() == "of step 1"
 
 
+def test_watch_prunes_no_checkpoint_in_which_an_older_file_came_since(tmp_path: Path) -> None:
+    run, place, other = tmp_path / "run", tmp_path / "copies", save(tmp_path, 0)
+    os.utime(other / "model.safetensors", (1e9, 1e9))
+    for step in (1, 2):
+        save(run, step)
+    for one in ckpt.runs.watch(run, place, keep="last:1", every=EVERY, once=True):
+        if isinstance(one, StoredCheckpoint) and one.step == 2:
+            shutil.copy2(other / "model.safetensors", run / "checkpoint-1")
+        assert not isinstance(one, PruneResult), one
+    assert (run / "checkpoint-1").is_dir()
+
+
 def test_new_checkpoints_come_when_they_are_whole_and_after_those_before_them(tmp_path: Path) -> None:
     new = NewCheckpoints(tmp_path, EVERY)
 

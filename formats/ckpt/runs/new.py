@@ -60,7 +60,7 @@ class NewCheckpoints:
     def look(self) -> Iterator[Checkpoint | SkippedCheckpoint]:
         """Yield those that have become whole since the last look; one that is damaged, once."""
         self.folder = listed_again(self.folder)
-        now = {one: _state_of(one) for one in (checkpoints_in(self.folder) if self.folder.is_dir() else ())}
+        now = {one: state_of(one) for one in (checkpoints_in(self.folder) if self.folder.is_dir() else ())}
         if self._initial is None:
             self._initial = now
         seen, self._seen = self._seen, now
@@ -75,9 +75,9 @@ class NewCheckpoints:
         """Whether a checkpoint is as it was at the first look."""
         return self._initial is not None and self._initial.get(path) == self._seen.get(path)
 
-    def modified(self, path: Path) -> float:
-        """When the last file of a checkpoint was written, in seconds since 1970."""
-        return max((time for _, _, time in self._seen.get(path, ())), default=0.0)
+    def state(self, path: Path) -> State:
+        """The files of a checkpoint as they were at the last look."""
+        return self._seen.get(path, ())
 
     def has_later(self, path: Path) -> bool:
         """Whether one of a later step was whole."""
@@ -105,7 +105,8 @@ class NewCheckpoints:
             return SkippedCheckpoint(path, error)
 
 
-def _state_of(path: Path) -> State:
+def state_of(path: Path) -> State:
+    """The files of a checkpoint as they are now."""
     files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
     states = list[tuple[str, int, float]]()
     for file in files:

@@ -115,13 +115,13 @@ def prune_stored(
     run: StrPath,
     keep: str,
     *,
-    is_stored: Callable[[Path, int | None, float], bool] = lambda path, step, modified: True,
+    is_stored: Callable[[Path, int | None], bool] = lambda path, step: True,
     incomplete: bool = False,
     unchanged_for: float = UNCHANGED_FOR,
     dry_run: bool = False,
     options: ReadOptions | None = None,
 ) -> PruneResult:
-    """As `prune`, but a checkpoint stays unless `is_stored`, by its path, step and time, says that it is elsewhere."""
+    """As `prune`, but a checkpoint stays unless `is_stored`, by its path and step, says that it is elsewhere."""
     rules, folder = parse_keep(keep), source_path(run)
     if (folder / _CHAIN).is_file():
         raise InvalidArgumentError(
@@ -159,7 +159,7 @@ def prune_stored(
             reason = "changed a moment ago"
         if reason is None and one.path.name in protected:
             reason = "the parity of the run needs it"
-        if reason is None and not one.problem and not is_stored(one.path, one.step, one.modified):
+        if reason is None and not one.problem and not is_stored(one.path, one.step):
             reason = "not stored elsewhere yet"
         if reason is None and not is_removable(one.path):
             reason = "its name is too long to be removed at once"

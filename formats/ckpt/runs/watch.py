@@ -21,7 +21,7 @@ from ckpt.job import AnyProgress
 from ckpt.pipeline import Execution, Resources
 from ckpt.pipeline.folder_target import sweep
 from ckpt.runs.keep import parse_keep
-from ckpt.runs.new import NewCheckpoints, SkippedCheckpoint
+from ckpt.runs.new import NewCheckpoints, SkippedCheckpoint, State, state_of
 from ckpt.runs.prune import PruneResult, prune_stored
 from ckpt_formats.core.arguments import Range, StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -176,11 +176,12 @@ def _stored(
     checkpoint: Checkpoint, store: "_Store", new: NewCheckpoints, dry_run: bool, progress: AnyProgress | None
 ) -> StoredCheckpoint | SkippedCheckpoint | None:
     """Store a checkpoint, or only say how; None if it is stored already."""
-    path, modified = checkpoint.path, new.modified(checkpoint.path)
+    path, state = checkpoint.path, new.state(checkpoint.path)
+    modified = max((time for _, _, time in state), default=0.0)
     try:
         if store.has(path, step_of(checkpoint), modified):
             return None
-        return store.plan(checkpoint) if dry_run else store.add(checkpoint, modified, progress)
+        return store.plan(checkpoint) if dry_run else store.add(checkpoint, state, progress)
     except _NotStoredError as error:
         return SkippedCheckpoint(path, error)
     except (CorruptError, IncompleteError, NotFoundError) as error:
@@ -199,27 +200,30 @@ class _Store(ABC):
 
     place: Path
     execution: Execution
-    added: dict[Path, float] = field(default_factory=dict, init=False)
-    """What this process stored, with the time of its last change."""
-    _same: dict[tuple[Path, float], bool] = field(default_factory=dict, init=False)
+    added: dict[Path, State] = field(default_factory=dict, init=False)
+    """What this process stored, with its files as they were."""
+    _same: dict[tuple[Path, State], bool] = field(default_factory=dict, init=False)
 
     @abstractmethod
     def has(self, path: Path, step: int | None, modified: float) -> bool:
-        """Whether a checkpoint is stored. Raises `_NotStoredError` if another state of it is, or it cannot be."""
+        """Whether a checkpoint is stored. Raises `_NotStoredError` if another state of it is, or it cannot be.
+
+        `modified`: when the last of its files was written, in seconds since 1970.
+        """
 
     @abstractmethod
     def plan(self, checkpoint: Checkpoint) -> StoredCheckpoint:
         """What `add` would do."""
 
     @abstractmethod
-    def add(self, checkpoint: Checkpoint, modified: float, progress: AnyProgress | None) -> StoredCheckpoint:
+    def add(self, checkpoint: Checkpoint, state: State, progress: AnyProgress | None) -> StoredCheckpoint:
         """Store a checkpoint. It is there when it is whole, or not at all."""
 
     @abstractmethod
     def stored(self, path: Path, step: int | None) -> Checkpoint | None:
         """What is stored of a checkpoint; None if nothing is."""
 
-    def holds(self, path: Path, step: int | None, modified: float) -> bool:
+    def holds(self, path: Path, step: int | None) -> bool:
         """Whether a checkpoint may be removed: its state of now is stored here.
 
         This process stored and verified it; or else, after a restart, all its values and extras are compared.
@@ -228,12 +232,13 @@ class _Store(ABC):
             stored = self.stored(path, step)
             if stored is None:
                 return False
-            if self.added.get(path) == modified:
+            state = state_of(path)  # of all files: one that was replaced may be older than others
+            if self.added.get(path) == state:
                 return True
-            if (path, modified) not in self._same:
+            if (path, state) not in self._same:
                 own = open_whole(path, ReadOptions())
-                self._same[path, modified] = diff(own, stored, resources=self.execution).same
-            return self._same[path, modified]
+                self._same[path, state] = diff(own, stored, resources=self.execution).same
+            return self._same[path, state]
         except CkptError:
             return False
 
@@ -273,10 +278,10 @@ class _Chain(_Store):
         self._planned.append(step or 0)
         return StoredCheckpoint(checkpoint.path, step, self.place, kind, _raw_nbytes(checkpoint), None, 0.0)
 
-    def add(self, checkpoint: Checkpoint, modified: float, progress: AnyProgress | None) -> StoredCheckpoint:
+    def add(self, checkpoint: Checkpoint, state: State, progress: AnyProgress | None) -> StoredCheckpoint:
         path, step = checkpoint.path, step_of(checkpoint)
         written = append(listed_again(self.place), checkpoint, step, self.policy, self.execution, progress)
-        self.added[path] = modified
+        self.added[path] = state
         member, seconds = written.member, written.result.seconds
         raw, notes = _raw_nbytes(checkpoint), written.notes
         return StoredCheckpoint(path, step, self.place, member.kind, raw, member.stored_nbytes, seconds, notes)
@@ -308,14 +313,14 @@ class _Copies(_Store):
         nbytes = sum(one.nbytes for one in Copy(path, target, everything=True).files)
         return StoredCheckpoint(path, step_of(checkpoint), target, "copy", nbytes, None, 0.0)
 
-    def add(self, checkpoint: Checkpoint, modified: float, progress: AnyProgress | None) -> StoredCheckpoint:
+    def add(self, checkpoint: Checkpoint, state: State, progress: AnyProgress | None) -> StoredCheckpoint:
         planned = self.plan(checkpoint)
         if not is_remote(self.place):
             self.place.mkdir(parents=True, exist_ok=True)
         work = Copy(planned.path, planned.target, everything=True)
         notes = tuple(work.plan().notes)
         result = work.run(resources=self.execution, locks=self.execution.locks, progress=progress)
-        self.added[planned.path] = modified
+        self.added[planned.path] = state
         return replace(planned, stored_nbytes=result.nbytes, seconds=result.seconds, notices=notes)
 
     def stored(self, path: Path, step: int | None) -> Checkpoint | None:
