@@ -126,6 +126,9 @@ DTYPES = {
 }
 """Other names of types, and what they are called here."""
 
+_MAX_WORD = 64
+"""Letters of a word that is compared with all others, which takes time for each letter of both."""
+
 
 def commands_like(word: str, commands: Collection[str]) -> list[str]:
     """The commands that a word may have meant, at most three."""
@@ -143,6 +146,8 @@ def options_like(word: str, options: Collection[str]) -> list[str]:
 def _close(word: str, words: Collection[str]) -> list[str]:
     """Those that a word begins, or, if there are none, those of least distance, with one mistake in three letters."""
     word = word.lstrip("-")
+    if len(word) > _MAX_WORD:
+        return []
     completions = [name for name in words if len(word) > 2 and name.lstrip("-").startswith(word)]
     if completions:
         return completions[:3]
