@@ -211,7 +211,7 @@ def _check_none_records(files: Sequence[Path]) -> None:
         raise LockedError(
             "a run is recording into this log, and parity would be of its beginning",
             where=growing,
-            hint="End the run first, or give the chain alone parity of what has ended: `ckpt protect CHAIN --by state`.",
+            hint="End the run first, or give what has ended parity in the chain: `ckpt protect CHAIN --by state`.",
         )
 
 
