@@ -110,6 +110,7 @@ def build(tag: str, output: Path, cache: Path | None = None) -> None:
         folder = Path(name)
         jobs = {f"{level}.o": ["kernels.c", *flags_of(level, cpu)] for level, cpu in levels.items()}
         jobs["level.o"] = ["level.c", f"-DSOURCES_HASH={sources_hash:#x}"]
+        jobs["rates.o"] = ["rates.c"]
         cache = cache or folder / "cache"
         environment = {"ZIG_GLOBAL_CACHE_DIR": str(cache), "ZIG_LOCAL_CACHE_DIR": str(cache)}
         environment |= os.environ

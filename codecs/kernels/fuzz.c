@@ -13,6 +13,7 @@
  * It calls kernels by READ(name)(...) where they are given hostile bytes, and by CALL(name)(...) elsewhere. */
 #include "kernels.c"
 #include "level.c"
+#include "rates.c"
 
 #include <stdio.h>
 #include <stdlib.h>

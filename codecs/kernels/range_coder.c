@@ -7,19 +7,11 @@
  * Memory safety: the writer counts bytes past the end of its buffer and does not write them, the reader takes zeros past
  * the end of its data, and every model index follows from a bit length that is bounded by the caller's `max_bits`. */
 #include "kernels.h"
+#include "rates.h"
 
 enum { CHANCE_BITS = 22, CERTAIN = 1 << CHANCE_BITS, MIN_CHANCE = 1 << 8, MAX_CHANCE = CERTAIN - MIN_CHANCE };
-enum { RATE_BITS = 20, SLOWEST_RATE = 4095 };
 enum { MODELED_BITS = 2 };  /* bits below the highest one of a number that have models; the others are even */
 enum { MODELS_PER_BIT = 5 }; /* a number of at most b bits needs 5 b models */
-
-/* 2^21 / (2 c + 3) for each count c up to the slowest. */
-#define RATE_1(c) (2u << RATE_BITS) / (2 * (c) + 3)
-#define RATE_8(c) RATE_1(c), RATE_1(c + 1), RATE_1(c + 2), RATE_1(c + 3), RATE_1(c + 4), RATE_1(c + 5), RATE_1(c + 6), RATE_1(c + 7)
-#define RATE_64(c) RATE_8(c), RATE_8(c + 8), RATE_8(c + 16), RATE_8(c + 24), RATE_8(c + 32), RATE_8(c + 40), RATE_8(c + 48), RATE_8(c + 56)
-#define RATE_512(c) RATE_64(c), RATE_64(c + 64), RATE_64(c + 128), RATE_64(c + 192), RATE_64(c + 256), RATE_64(c + 320), RATE_64(c + 384), RATE_64(c + 448)
-static const u32 RATES[SLOWEST_RATE + 1] = {RATE_512(0), RATE_512(512), RATE_512(1024), RATE_512(1536),
-                                            RATE_512(2048), RATE_512(2560), RATE_512(3072), RATE_512(3584)};
 
 /* The chance of a set bit in 2^-22, and how many bits the model has seen, up to SLOWEST_RATE. */
 typedef struct {
@@ -37,7 +29,7 @@ INLINE u32 clamp_chance(u32 chance) {
 
 /* A chance lies in [MIN_CHANCE, MAX_CHANCE] before, so one clamp to both ends suits either bit. */
 INLINE void learn_bit(BitModel *model, bool bit) {
-    u64 rate = RATES[model->seen];
+    u64 rate = ckpt_rates[model->seen];
     u32 chance = model->chance, more = CERTAIN - chance;
     u32 raised = chance + (u32)(more * rate >> RATE_BITS), lowered = chance - (u32)(chance * rate >> RATE_BITS);
     model->chance = clamp_chance(bit ? raised : lowered);
