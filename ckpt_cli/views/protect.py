@@ -97,7 +97,7 @@ def _show(done: "Repair") -> None:
     if not done.damaged:
         what = "data" if done.unnamed_parity else "data and parity"
         conclude(f"ok: {place}: {read} of {what} fit their hashes")
-        _note_unnamed(done)
+        _note_rest(done)
         return
     if done.lost_tensors:
         conclude(f"lost tensors: {list_names(list(done.lost_tensors), printable, _MAX_TENSORS)}")
@@ -107,14 +107,20 @@ def _show(done: "Repair") -> None:
         why = "parity was not read" if done.unnamed_parity else "more is lost than parity replaces"
         text = f"LOST: {file_count(len(done.unrepairable))} cannot be repaired: {why}; {text}"
         notes.note("with copies of these files, perhaps older ones: ckpt repair --from OTHER")
-    _note_unnamed(done)
+    _note_rest(done)
     conclude(text)
     for problem in done.damaged_before:
         conclude(f"DAMAGED: {problem}; so it was when it was protected")
 
 
-def _note_unnamed(done: "Repair") -> None:
-    """Note where parity lies that was not read, and the option that names it."""
+def _note_rest(done: "Repair") -> None:
+    """Note logs that have grown, where parity lies that was not read, and the option that names it."""
+    if done.grown:
+        names = list_names(list(done.grown), lambda one: printable(_name(done.path, Path(one))))
+        notes.note(
+            f"of logs that have grown since they were protected, later records have no parity, and the files stay as "
+            f"they are: {names}; protect what is there now: ckpt protect {printable(str(done.path))} --overwrite"
+        )
     if done.unnamed_parity:
         places = " ".join(f"--parity {printable(one)}" for one in done.unnamed_parity)
         notes.note(f"its parity is elsewhere and was not read; if you know the place, name it: {places}")
@@ -150,6 +156,7 @@ def _repair_json(done: "Repair") -> dict[str, Any]:
         "lost_tensors": list(done.lost_tensors),
         "unnamed_parity": list(done.unnamed_parity),
         "damaged_before": list(done.damaged_before),
+        "grown": list(done.grown),
     }
 
 
@@ -186,7 +193,7 @@ def verify_parity(folders: Sequence[Path], resources: Resources, ok: bool, verif
         is_whole, nbytes = is_whole and not done.damaged, nbytes + done.nbytes
         damaged += done.damaged
         is_read = is_read and not done.unnamed_parity
-        _note_unnamed(done)
+        _note_rest(done)
         if done.damaged and verified is None:
             _show_differences(done)
     if verified is not None:

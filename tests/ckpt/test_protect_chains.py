@@ -296,6 +296,37 @@ def test_a_damaged_segment_is_not_protected_and_one_that_was_is_named_when_it_is
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_what_a_run_recorded_after_its_chain_was_protected_is_not_cut_off_by_a_repair(tmp_path: Path) -> None:
+    run = tmp_path / "run.chain"
+    logs = sorted(small_log(steps=3).write(run).iterdir())
+    whole = contents_of(run)
+    grown = next(one for one in logs if one.name == "rank-00000.ckg")
+    grown.write_bytes(grown.read_bytes()[:-200])
+    ckpt.protect(run, 1)
+    grown.write_bytes(whole[grown.relative_to(run).as_posix()])
+    (run / chain_file.NAME).unlink()
+    done = command("repair", run)
+    assert (done.code, "logs that have grown" in done.err) == (0, True), done
+    assert contents_of(run).items() >= whole.items()
+    assert command("verify", run).code == 0
+
+    flip(grown, 300)
+    flipped = grown.read_bytes()
+    refused = command("repair", run)
+    assert (refused.code, "a log that has grown since, 1 block" in refused.out) == (BROKEN, True), refused
+    assert grown.read_bytes() == flipped
+    # Files that have each other's names get them back, also where one is longer.
+    other = grown.with_name("rank-00001.ckg")
+    grown.write_bytes(whole[grown.relative_to(run).as_posix()])
+    ckpt.protect(run, 2, overwrite=True)
+    other.rename(run / "aside")
+    grown.rename(other)
+    (run / "aside").rename(grown)
+    assert command("repair", run).code == 0
+    assert contents_of(run).items() >= whole.items()
+
+
 def test_packs_of_removed_states_that_others_need_are_repaired(tmp_path: Path) -> None:
     run = tmp_path / "run.chain"
     states = frozen_chain(run, 3)

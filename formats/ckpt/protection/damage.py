@@ -1,7 +1,7 @@
 """Find damage by the hashes of a manifest: blocks that are lost, torn, flipped or those of another file."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,8 +15,10 @@ from ckpt.pipeline.executors import run_tasks
 from ckpt.protection.wrong_hashes import wrong_hashes
 from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import Checked, Count
+from ckpt_formats.core.claims import MAX_INDEX
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.files import Reader
+from ckpt_formats.core.files import Reader, read_whole
+from ckpt_formats.core.identity import LOG
 from ckpt_formats.parity.blocks import (
     BlockAddress,
     BlockPlace,
@@ -30,6 +32,9 @@ from ckpt_formats.parity.blocks import (
 )
 from ckpt_formats.parity.copies import ManifestCopy, copy_at
 from ckpt_formats.parity.manifest import HASH_NBYTES, BlockHashes
+from ckpt_formats.universal.gradients import layout as layouts
+from ckpt_formats.universal.gradients.record import FileHead
+from ckpt_formats.universal.gradients.segment import rank_file
 
 _TOGETHER = 8
 """Stripes of one task."""
@@ -66,7 +71,9 @@ class Damage:
     irreplaceable: frozenset[BlockAddress] = frozenset()
     """Those that nothing replaces: too many of their stripe are bad."""
     lengths: frozenset[Path] = frozenset()
-    """Files that are missing, or have another length."""
+    """Files that are missing, or have another length, but for logs that have grown."""
+    grown: frozenset[Path] = frozenset()
+    """Logs that are longer than they were protected. A repair would cut off what was recorded since: they stay."""
     copies: Mapping[Path, str] = field(default_factory=dict)
     """What is wrong with copies of the manifest."""
 
@@ -85,14 +92,18 @@ class Damage:
                 ranges[place.path].append(place)
         parity = {path for path, _, is_parity in all_files(self.folder) if is_parity}
         files = (
-            DamagedFile(path, _what(path, self.lengths, bad[path]), bad[path], _ranges(ranges[path]), path in parity)
+            DamagedFile(
+                path, _what(path, self.lengths, self.grown, bad[path]), bad[path], _ranges(ranges[path]), path in parity
+            )
             for path in sorted({*bad, *self.lengths}, key=lambda path: (path in parity, str(path)))
         )
         return *files, *(DamagedFile(path, what, 0, is_parity=True) for path, what in self.copies.items())
 
 
-def _what(path: Path, lengths: Iterable[Path], blocks: int) -> str:
+def _what(path: Path, lengths: Iterable[Path], grown: Iterable[Path], blocks: int) -> str:
     count = f"{blocks:,} block{'s' * (blocks != 1)}"
+    if path in grown:
+        return f"a log that has grown since, {count} of another content"
     if path not in lengths:
         return f"{count} of another content"
     if not path.is_file():
@@ -158,7 +169,9 @@ def find_damage(
         hashes = f"{len(right):,} hash{'es' * (len(right) != 1)} of blocks that parity shows to be right"
         copies = {path: copies.get(path, hashes) for path in folder.copies}
     bad = frozenset(wrong)
-    lengths = frozenset(path for path, nbytes, _ in all_files(folder) if file_nbytes(path) != nbytes)
+    more_nbytes = {path: file_nbytes(path) - nbytes for path, nbytes, _ in all_files(folder)}
+    grown = frozenset(path for path, more in more_nbytes.items() if more > 0 and _is_own_log(folder, path, bad))
+    lengths = frozenset(path for path, more in more_nbytes.items() if more) - grown
 
     def look(blocks: Iterable[BlockAddress], candidates: Callable[[Path], Iterable[Path | None]]) -> None:
         for at in sorted(blocks, key=lambda at: (at.group, at.stripe, at.column)):
@@ -172,7 +185,27 @@ def find_damage(
     look(bad - elsewhere.keys(), lambda path: [leftover(path)])
     # Copies may be far away: of them, only what parity cannot replace is read.
     look(list(too_many(folder, bad - elsewhere.keys())), lambda path: _copies(folder, path, others))
-    return Damage(folder, bad, elsewhere, frozenset(too_many(folder, bad - elsewhere.keys())), lengths, copies)
+    irreplaceable = {*too_many(folder, bad - elsewhere.keys()), *(at for at in bad if folder.place(at).path in grown)}
+    return Damage(folder, bad, elsewhere, frozenset(irreplaceable), lengths, grown, copies)
+
+
+def _is_own_log(folder: ProtectedFolder, path: Path, bad: Collection[BlockAddress]) -> bool:
+    """Whether a file is a log under its own name, and not under another's: by its blocks, or else by its head."""
+    if path.suffix != LOG:
+        return False
+    if any(at not in bad for at in folder.blocks_of_file(path.relative_to(folder.root).as_posix())):
+        return True
+    try:
+        layout = layouts.load(path.parent / layouts.NAME)
+        identity, world = layouts.identity(read_whole(path.parent / layouts.NAME, MAX_INDEX)), len(layout.ranks)
+        rank = next(rank for rank in range(world) if rank_file(rank) == path.name)
+        head = FileHead(rank, world, layout.first, identity).dump()
+        there = bytearray(len(head))
+        with Reader(check=False) as reader:
+            reader.read_into(path, 0, memoryview(there))
+    except (CkptError, OSError, StopIteration):
+        return False
+    return there == head
 
 
 def wrong_copies(folder: ProtectedFolder) -> dict[Path, str]:

@@ -77,6 +77,9 @@ class Repair(Checked):
     damaged_before: tuple[str, ...] = ()
     """Repaired segments of a log that do not fit their own checksums, and why: they were damaged when protected."""
 
+    grown: tuple[str, ...] = ()
+    """Logs that have more records than were protected. They stay as they are: a repair would cut these off."""
+
     @property
     def unrepairable(self) -> tuple[DamagedFile, ...]:
         """The files that cannot be repaired."""
@@ -126,7 +129,8 @@ def repair(
         count_bytes = count_to(nbytes, progress)
         count = stack.enter_context(interruptible(count_bytes))
         if dry_run:
-            files = find_damage(folder, resources, count, copies, _repaired).files()
+            damage = find_damage(folder, resources, count, copies, _repaired)
+            files = damage.files()
         else:
             try:
                 identities = {path: Identity.of(path.stat()) for path, _, _ in all_files(folder) if path.exists()}
@@ -152,6 +156,7 @@ def repair(
         lost_tensors=_tensors_in(root, files),
         unnamed_parity=folder.unnamed,
         damaged_before=() if dry_run else _damaged_before(files),
+        grown=tuple(sorted(map(str, damage.grown))),
     )
 
 
