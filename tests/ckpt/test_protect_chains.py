@@ -297,7 +297,7 @@ def test_a_damaged_segment_is_not_protected_and_one_that_was_is_named_when_it_is
 
 @pytest.mark.slow
 @pytest.mark.slow
-def test_what_a_run_recorded_after_its_chain_was_protected_is_not_cut_off_by_a_repair(tmp_path: Path) -> None:
+def test_a_repair_cuts_off_nothing_that_a_run_recorded_after_its_chain_was_protected(tmp_path: Path) -> None:
     run = tmp_path / "run.chain"
     logs = sorted(small_log(steps=3).write(run).iterdir())
     whole = contents_of(run)
