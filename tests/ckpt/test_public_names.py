@@ -42,7 +42,7 @@ def test_top_of_the_library_has_at_most_63_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["ckpt", "ckpt_formats", "ckpt_codecs", "ckpt_recorder", "ckpt_training", "ckpt_cli"]
+    "package", ["ckpt", "ckpt_formats", "ckpt_codecs", "ckpt_recorder", "ckpt_serving", "ckpt_training", "ckpt_cli"]
 )
 def test_every_package_says_that_it_is_typed(package: str) -> None:
     (marker,) = (

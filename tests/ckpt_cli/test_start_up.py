@@ -167,6 +167,21 @@ def test_the_command_sets_the_collector_and_the_library_does_not() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_numpy_of_the_command_starts_no_threads() -> None:
+    """Tests say so in the environment, which users do not."""
+    code = (
+        "import os, sys\n"
+        "del os.environ['OPENBLAS_NUM_THREADS'], os.environ['OMP_NUM_THREADS']\n"
+        f"sys.argv = ['ckpt', 'inspect', {str(SAMPLES / 'universal-1-plain')!r}]\n"
+        "from ckpt_cli.main import run\n"
+        "try: run()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'numpy' in sys.modules and len(os.listdir('/proc/self/task')) == 1\n"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
 INTERRUPT = """
 import os, signal, sys
 class Interrupt:
