@@ -48,6 +48,8 @@ def test_changed_packings_are_noticed(of_families: dict[str, Facts]) -> None:
     every = sorted(configurations(1).items(), key=lambda one: one[0] not in FIRST)
     truths = [(configs[0], of_families[f"{family}-0"]) for family, configs in every]
     megatron = facts_of_megatron()
+    with pytest.raises(AssertionError, match="may become"):  # nothing has changed: the truths are those of the tables
+        check_noticed(MEGATRON, changes[0][0], text, truths[:1], megatron)
     for line, changed in changes:
         check_noticed(MEGATRON, line, changed, truths, megatron)
 
