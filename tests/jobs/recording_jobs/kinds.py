@@ -76,7 +76,7 @@ KINDS = {
         Kind("fsdp2", "fsdp2", 2),
         Kind("fsdp2_w3", "fsdp2", 3, optimizer="sgd", tied=True, chains=BARE),
         Kind("hsdp_2x2", "fsdp2", 2, replicas=2, tied=True),
-        Kind("fsdp2_tp_2x2", "fsdp2", 2, tp=2, optimizer="adamw", mixed=True, chains=BARE),
+        Kind("fsdp2_tp_2x2", "fsdp2", 2, tp=2, optimizer="adamw", mixed=True),
         Kind("tp", "tp", tp=2, optimizer="adamw", chains=BASED),
         Kind("divided", "ddp", 2, divided=True, tied=True, chains=BASED),
         Kind("pipeline_2x2", "pipeline", 2, pp=2, chains=BARE),
