@@ -14,6 +14,8 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
+
 
 def main() -> None:
     for name in sys.argv[1:]:
@@ -35,6 +37,7 @@ def _run(script: str, *arguments: str) -> None:
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)  # where answers go
+        np.random.seed()  # or all programs would draw the same numbers
         sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
         runpy.run_path(script, run_name="__main__")
         code = 0
