@@ -72,7 +72,7 @@ Coder = Callable[[Chunk], object]
 
 def coders(package: ModuleType, state: str, level: str, chunks: list[Chunk]) -> tuple[Coder, Coder]:
     """What encodes a chunk of a state, and what decodes it."""
-    codec = package.best_for("parameter", state, chunks[0].values.dtype, level)[0]
+    codec = package.candidate_codecs("parameter", state, chunks[0].values.dtype, level)[0]
     return (
         lambda chunk: codec.encode_into(chunk.values, chunk.base, chunk.room),
         lambda chunk: codec.decode_into(chunk.data, chunk.again, chunk.base),

@@ -172,6 +172,14 @@ def test_second_moments_keep_within_their_factor_and_zeros_stay_zeros(octaves: f
         assert octaves_off.max() <= (8 * octaves + 3) / 16
 
 
+def test_second_moments_keep_within_their_factor_where_they_exceed_float32_without_their_deviations() -> None:
+    before, after = np.full((96, 64), 1e30, F32), np.full((96, 64), 1e37, F32)
+    before[::7, ::5], after[::7, ::5], after[0, 0] = 1e25, 1e32, 3e38
+    change = StatePair({"exp_avg_sq": before}, {"exp_avg_sq": after})
+    result = there_and_back(Subspace(second_octaves=2.0), change)["exp_avg_sq"]
+    assert np.abs(np.log2(result / after.astype(np.float64))).max() <= 19 / 16
+
+
 def test_second_moments_that_deviate_as_before_take_next_to_nothing() -> None:
     """And the errors along a chain stay within the bound, though each state is predicted from a decoded one."""
     states, random = training((96, 64), 1)[0], np.random.default_rng(3)

@@ -30,9 +30,9 @@ def test_each_kind_of_section_has_a_golden_chunk() -> None:
             for name in forms.in_order({name: DTYPES[dtype] for name, dtype in about["decoded"].items()}):
                 (kind,), content = source.take(1), source.part()
                 kinds.add(kind)
-                flags |= content[0] if kind == 2 else 0
+                flags |= content[0] if kind in (2, 5) else 0
                 firsts |= {content[0]} if kind == 4 and name in forms.FIRST_MOMENTS else set()
-    assert kinds == set(range(5))
+    assert kinds == set(range(6))
     assert firsts == set(range(4))
     assert flags == 15
 

@@ -7,6 +7,7 @@ from ckpt_codecs import CodecError
 from ckpt_codecs.lossy import LcCheckpoint, Subspace, factors
 from ckpt_codecs.lossy import symbol_coder as symbols
 from ckpt_codecs.lossy.byte_reader import ByteReader, length_prefixed
+from ckpt_codecs.lossy.subspace import FACTORS, RELATIVE_FACTORS
 from codec_chunks import chunk_of
 from lossy_states import F32
 
@@ -51,6 +52,15 @@ def test_flags_of_second_moments_that_mean_nothing_are_refused(flags: int) -> No
     predicted = factors.PredictedFactors.by(np.ascontiguousarray(chunk.before["exp_avg_sq"], F32))
     with pytest.raises(CodecError, match="flags"):
         factors.decode(bytes([flags]) + bytes(20), predicted, np.empty(chunk.shape, F32))
+
+
+def test_second_moments_of_the_other_kind_are_refused() -> None:
+    """Relative ones as plain ones would be read as other values."""
+    chunk = chunk_of(Subspace())
+    assert chunk.data[0] in (FACTORS, RELATIVE_FACTORS)
+    data = bytes([FACTORS + RELATIVE_FACTORS - chunk.data[0]]) + chunk.data[1:]
+    with pytest.raises(CodecError, match="unknown kind for exp_avg_sq"):
+        chunk.decoded(data, chunk.before)
 
 
 def test_states_of_another_shape_are_refused() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ckpt_codecs import Codec, FirstMoment, Integers, Planes, SecondMoment, Zstd
+from ckpt_codecs.gradients import Bfloat16Gradients, ExactGradients, Int8Gradients
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import Array
 
@@ -27,6 +28,14 @@ def chunks() -> dict[str, tuple[Codec, Array, Array | None]]:
     second[7] = 0
     first = (np.sqrt(second) * random.normal(0, 1, second.shape)).astype(F32)
     tokens = random.integers(0, 40000, 3000)
+    rounded = weights.reshape(-1)[6:606].astype(BF16).astype(F32)
+    sparse = np.where(random.random(600) < 0.1, rounded + weights[4:12].reshape(-1)[:600], F32.type(0))
+    columns = np.where(np.arange(130) % 2, 1, 6) * np.where(random.random((40, 1)) < 0.5, 1, 6)
+    codes = np.minimum(np.floor(np.abs(random.normal(0, 1, (40, 130))) * columns), 127)
+    codes[:, ::65] = 127  # so every scale is 2**-13, and values are exact
+    multiples = (codes * 2.0**-13).astype(F32)
+    stored = multiples.reshape(-1)[:1500].copy()
+    stored[700] = np.nan
     return {
         "planes-float32": (Planes(), weights, None),
         "planes-bfloat16": (Planes(), weights.astype(BF16), None),
@@ -48,6 +57,11 @@ def chunks() -> dict[str, tuple[Codec, Array, Array | None]]:
         "zstd": (Zstd(), np.tile(tokens, 3), None),
         "raw": (Planes(), weights.reshape(-1)[:5], None),
         "constant": (Planes(), np.full((3, 50), 0.25, F32), None),
+        "gradients-multiples": (ExactGradients(), rounded * F32.type(0.7), None),
+        "gradients-sparse": (ExactGradients(), sparse, None),
+        "gradients-bf16": (Bfloat16Gradients(), rounded, None),
+        "gradients-int8": (Int8Gradients(), stored, None),
+        "gradients-int8-columns": (Int8Gradients(), multiples, None),
     }
 
 

@@ -154,11 +154,12 @@ class _Coded:
 
     @classmethod
     def relative(cls, values: Array, predicted: PredictedFactors, residual: int, grain: int) -> "_Coded | None":
-        """The same with residuals less the deviations of the step before; None if a value would become too small."""
+        """The same with residuals less the deviations of the step before; None if a value without its deviation is no
+        normal number."""
         level = PredictedFactors.by(values)
         with np.errstate(over="ignore", under="ignore"):
-            rest = np.minimum(values * log_levels.power(-8 * predicted.deviations()), _LARGEST)
-        if np.any((rest < _LEAST_NORMAL) & (values > 0)):
+            rest = values * log_levels.power(-8 * predicted.deviations())
+        if np.any((rest < _LEAST_NORMAL) & (values > 0) | (rest > _LARGEST)):
             return None
         rows, columns = (level.rows + _READ_LEVEL).astype(float), level.columns.astype(float)
         return cls.of(rest, rows, columns, predicted, residual, grain, "relative residuals")

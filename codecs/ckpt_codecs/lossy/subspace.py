@@ -23,8 +23,9 @@ from ckpt_codecs.lossy.chunk_context import ChunkContext
 from ckpt_codecs.lossy.quantizer import Quantizer
 from ckpt_codecs.lossy.weight_transform import MAX_RANK, WeightTransform
 
-EXACT, SAME, FACTORS, WEIGHTS, FIRST_MOMENTS = range(5)
-"""The kind of a section: how a chunk stores a state."""
+EXACT, SAME, FACTORS, WEIGHTS, FIRST_MOMENTS, RELATIVE_FACTORS = range(6)
+"""The kind of a section: how a chunk stores a state. Earlier decoders ignore the flag of relative factors, so these
+have a kind of their own, which they refuse."""
 FIRST_MOMENT_OPTIONS = ("derived", "coarse", "exact", "zero")
 SAMPLES = 4
 """The chunks of a parameter from which `fit` computes the RMS."""
@@ -172,7 +173,8 @@ class Subspace(DeltaCodec):
             raise NotApplicable("there are no values")
         if name in state_types.SECOND_MOMENTS:
             residual = 0 if true.shape[0] == 1 else _SMALL_RESIDUAL if small else round(8 * self.second_octaves)
-            return FACTORS, factors.encode(true, context.predicted_factors(name), residual, _GRAIN)
+            content = factors.encode(true, context.predicted_factors(name), residual, _GRAIN)
+            return _kind_of_factors(content), content
         if not state_types.is_finite(true):
             raise NotApplicable("some values are not finite")
         if name == state_types.weights_of(change.after):
@@ -241,7 +243,7 @@ class Subspace(DeltaCodec):
             return old
         if not state_types.is_approximated(dtype):
             raise CodecError(f"a lossy chunk cannot approximate {dtype}")
-        if kind == FACTORS and name in state_types.SECOND_MOMENTS:
+        if kind == _kind_of_factors(content) and name in state_types.SECOND_MOMENTS:
             decoded = factors.decode(content, context.predicted_factors(name), context.new_buffer())
             context.decoded_factors[name] = decoded
             values = decoded.values
@@ -277,6 +279,10 @@ def stationary_step(step_size: float) -> float:
     of any length.
     """
     return step_size / sqrt(1 + DEAD_ZONE**2 / 3 * step_size**2)
+
+
+def _kind_of_factors(content: bytes) -> int:
+    return RELATIVE_FACTORS if content and content[0] & factors.RELATIVE else FACTORS
 
 
 def _shape(change: StatePair) -> Shape:

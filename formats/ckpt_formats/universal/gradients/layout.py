@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -162,9 +162,8 @@ class RankLayout:
 
         The shape is None if the chunk has ranges of several blocks.
         """
-        ranges = list(self.ranges(index))
-        first = ranges[0]
-        return first.part.box.shape if len(ranges) == 1 else None, first.part.start + first.start
+        first, *others = islice(self.ranges(index), 2)
+        return None if others else first.part.box.shape, first.part.start + first.start
 
     def chunk_of(self, element: int) -> int:
         """The number of the chunk that contains an element of the vector."""
