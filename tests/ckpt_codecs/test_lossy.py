@@ -20,6 +20,7 @@ from ckpt_codecs.lossy.error_stats import ErrorStats
 from ckpt_codecs.lossy.log_levels import HIGH, power
 from ckpt_codecs.lossy.logarithm import log2
 from ckpt_codecs.registry import delta_from_config, parse_delta
+from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.tensor import Array
 from cpu_levels import LEVELS, at_level
 from effort import examples
@@ -155,7 +156,7 @@ def test_no_chunk_of_weights_is_farther_off_than_was_promised_of_its_change(
     assert measure(change, result)["fp32"].relative <= bound * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("octaves", [0.5, 2.0, 4.0])
+@pytest.mark.parametrize("octaves", [0.01, 0.5, 2.0, 4.0])
 def test_second_moments_keep_within_their_factor_and_zeros_stay_zeros(octaves: float) -> None:
     before, after = training((96, 64), 2)
     after["exp_avg_sq"][:, 7] = 0
@@ -170,6 +171,14 @@ def test_second_moments_keep_within_their_factor_and_zeros_stay_zeros(octaves: f
         assert np.array_equal(result == 0, true == 0)
         octaves_off = np.abs(np.log2(result[true > 0] / true[true > 0].astype(np.float64)))
         assert octaves_off.max() <= (8 * octaves + 3) / 16
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("float16", 10.0), ("bfloat16", 1e-33)])
+def test_second_moments_of_16_bits_that_are_denormal_do_not_become_zeros(dtype: str, scale: float) -> None:
+    before, after = (one["exp_avg_sq"] * F32.type(scale) for one in training((96, 64), 2))
+    change = StatePair(*({"exp_avg_sq": one.astype(DTYPES[dtype])} for one in (before, after)))
+    result = there_and_back(Subspace(), change)["exp_avg_sq"]
+    assert np.array_equal(result == 0, change.after["exp_avg_sq"] == 0)
 
 
 def test_second_moments_keep_within_their_factor_where_they_exceed_float32_without_their_deviations() -> None:

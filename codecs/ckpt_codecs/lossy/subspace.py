@@ -156,7 +156,7 @@ class Subspace(DeltaCodec):
                 kind = EXACT
         if kind not in (EXACT, SAME):
             state = self._decode_section(kind, content, name, form, context)
-            if state_types.is_finite(state):
+            if state_types.is_finite(state) and not (name in state_types.SECOND_MOMENTS and _has_new_zero(true, state)):
                 context.states[name] = state
                 context.finite.add(name)
                 return bytes([kind]) + length_prefixed(content)
@@ -172,7 +172,7 @@ class Subspace(DeltaCodec):
         if not true.size:
             raise NotApplicable("there are no values")
         if name in state_types.SECOND_MOMENTS:
-            residual = 0 if true.shape[0] == 1 else _SMALL_RESIDUAL if small else round(8 * self.second_octaves)
+            residual = 0 if true.shape[0] == 1 else _SMALL_RESIDUAL if small else self._residual_step()
             content = factors.encode(true, context.predicted_factors(name), residual, _GRAIN)
             return _kind_of_factors(content), content
         if not state_types.is_finite(true):
@@ -184,6 +184,10 @@ class Subspace(DeltaCodec):
             moment_context = context.moment_context(change.after)
             return FIRST_MOMENTS, first_moment.encode(true, moment_context, self.first_moments, small)
         raise NotApplicable("a state of this name is stored exactly")
+
+    def _residual_step(self) -> int:
+        """The step of the residuals of second moments, in levels; 0 only without a bound."""
+        return max(1, round(8 * self.second_octaves)) if self.second_octaves else 0
 
     def _encode_weights(self, true: Array, state: Array, transform: WeightTransform, small: bool) -> bytes:
         """The bytes of weights with the largest step that keeps the promised bounds.
@@ -279,6 +283,11 @@ def stationary_step(step_size: float) -> float:
     of any length.
     """
     return step_size / sqrt(1 + DEAD_ZONE**2 / 3 * step_size**2)
+
+
+def _has_new_zero(true: Array, decoded: Array) -> bool:
+    """Is a value zero that was not? Denormals of 16 bits may be rounded to zero, those of 32 bits never are."""
+    return true.dtype.itemsize < 4 and bool(np.any((decoded == 0) & (true != 0)))
 
 
 def _kind_of_factors(content: bytes) -> int:
