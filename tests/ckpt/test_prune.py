@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import time
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,23 @@ def test_prune_leaves_an_old_checkpoint_that_changed_a_moment_ago(tmp_path: Path
         model(tmp_path / f"step-{step}", step)
     os.utime(tmp_path / "step-1" / "model.safetensors")  # a job that resumed from it writes it again
     assert [one.reason for one in ckpt.runs.prune(tmp_path, "last:1").retained] == ["last:1", "changed a moment ago"]
+
+
+def test_prune_leaves_a_checkpoint_that_is_written_while_others_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        model(tmp_path / f"checkpoint-{step}", step)
+
+    def remove(path: Path) -> None:
+        save_file({"w": np.zeros(3, np.float32)}, tmp_path / "checkpoint-2" / "model.safetensors")
+        remove_checkpoint(path)
+
+    monkeypatch.setattr(import_module("ckpt.runs.prune"), "remove_checkpoint", remove)
+    result = ckpt.runs.prune(tmp_path, "last:1")
+    assert (numbers(result), names(result.removed)) == ([3, 2], ["checkpoint-1"])
+    assert result.retained[1].reason == "changed a moment ago"
+    assert (tmp_path / "checkpoint-2").is_dir()
 
 
 def test_prune_keeps_a_checkpoint_from_which_a_kept_one_reads(tmp_path: Path) -> None:

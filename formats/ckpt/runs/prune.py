@@ -16,6 +16,7 @@ from typing import Annotated
 
 from ckpt.pipeline.removal import finish_removals, is_removable, remove_checkpoint
 from ckpt.runs.keep import SavedStep, kept_by, parse_keep
+from ckpt.runs.new import State, state_of
 from ckpt_formats.core.arguments import Range, StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, IncompleteError, InvalidArgumentError, NotFoundError
@@ -30,7 +31,7 @@ from ckpt_formats.registry.endings import ENDINGS
 from ckpt_formats.registry.location import STEP, check_there, checkpoints_in
 from ckpt_formats.registry.newest import open_whole, step_of
 from ckpt_formats.registry.parents import all_named_by_pointers
-from ckpt_formats.stores.location import source_path
+from ckpt_formats.stores.location import listed_again, source_path
 
 _CHAIN = "chain.json"
 _DIGITS = re.compile(r"\d{1,15}")
@@ -149,7 +150,7 @@ def prune_stored(
             hint=f"Run it again later: their files must not have changed for {unchanged_for:.0f} s (--unchanged-for).",
         )
     reasons, protected = _reasons(folder, rules, whole, steps), _names_in_parity(folder)
-    retained, removed, broken = list[PrunedCheckpoint](), list[PrunedCheckpoint](), list[PrunedCheckpoint]()
+    retained, broken, removed = list[PrunedCheckpoint](), list[PrunedCheckpoint](), list[_Step]()
     newest = steps.index(whole[0])
     for number, one in enumerate(steps):
         reason = reasons.get(one.path)
@@ -168,13 +169,20 @@ def prune_stored(
         elif reason is not None:
             retained.append(one.described(reason))
         else:
-            removed.append(one.described(one.problem))
+            removed.append(one)
     if not dry_run:
-        for old in reversed(removed):  # the oldest first: what a kill leaves is what a rule would keep
+        for old in reversed(removed.copy()):  # the oldest first: what a kill leaves is what a rule would keep
             if not is_remote(folder) and not os.path.lexists(whole[0].path):
                 raise IncompleteError("the newest complete checkpoint has disappeared", where=str(whole[0].path))
-            remove_checkpoint(old.path)
-    return PruneResult(folder, tuple(retained), tuple(removed), tuple(broken), finished)
+            if old.is_unchanged():
+                remove_checkpoint(old.path)
+            else:
+                removed.remove(old)
+                retained.append(old.described("changed a moment ago"))
+    order = {one.path: number for number, one in enumerate(steps)}
+    retained.sort(key=lambda one: order[one.path])
+    gone = tuple(one.described(one.problem) for one in removed)
+    return PruneResult(folder, tuple(retained), gone, tuple(broken), finished)
 
 
 def _names_in_parity(folder: Path) -> Set[str]:
@@ -196,15 +204,36 @@ class _Step:
     path: Path
     checkpoint: Checkpoint | None
     problem: str
-    nbytes: int
-    modified: float
+    state: State
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes, _ in self.state)
+
+    @property
+    def modified(self) -> float:
+        return max((time for _, _, time in self.state), default=0.0)
 
     @property
     def step(self) -> int | None:
         return None if self.checkpoint is None else step_of(self.checkpoint)
 
+    def is_unchanged(self) -> bool:
+        """Whether no file was written since all were looked at, which may take long.
+
+        Of a single object, stores state the time in whole seconds, where a list may have parts of them.
+        """
+        now = state_of(listed_again(self.path))
+        if is_remote(self.path):
+            return _in_seconds(now) == _in_seconds(self.state)
+        return now == self.state
+
     def described(self, reason: str) -> PrunedCheckpoint:
         return PrunedCheckpoint(self.path, self.step, self.nbytes, self.modified, reason)
+
+
+def _in_seconds(state: State) -> list[tuple[str, int, int]]:
+    return [(name, nbytes, int(time)) for name, nbytes, time in state]
 
 
 def _steps(folder: Path, options: ReadOptions) -> list[_Step]:
@@ -219,19 +248,11 @@ def _is_named_after_step(path: Path) -> bool:
 
 
 def _step(path: Path, options: ReadOptions) -> _Step:
-    states = [one.stat() for one in _files_in(path)]
-    nbytes = sum(one.st_size for one in states)
-    modified = max((one.st_mtime for one in states), default=0.0)
+    state = state_of(path)
     try:
-        return _Step(path, open_whole(path, options), "", nbytes, modified)
+        return _Step(path, open_whole(path, options), "", state)
     except CkptError as error:
-        return _Step(path, None, error.what, nbytes, modified)
-
-
-def _files_in(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    return [one for one in path.rglob("*") if one.is_file()]
+        return _Step(path, None, error.what, state)
 
 
 def _reasons(
