@@ -185,6 +185,28 @@ def test_repair_sets_no_chain_back_that_was_changed_since_it_was_protected(chain
 
 
 @pytest.mark.slow
+def test_repair_of_a_folder_sets_no_chain_in_it_back(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "notes").write_text("mine")
+    for step in (1, 2):
+        append(run / "run.chain", state(step), None, DeltaPolicy(base_every=1), ONE)
+        if step == 1:
+            assert command("protect", run).code == 0
+    whole = contents_of(run)
+    refused = command("repair", run)
+    assert (refused.code, "the chain was changed since" in refused.err) == (BROKEN, True), refused
+    assert contents_of(run) == whole
+    assert command("protect", run, "--overwrite").code == 0
+    flip(run / "run.chain" / chain_file.NAME, 60)
+    (run / "notes").unlink()
+    assert command("repair", run).code == 0
+    assert {name: data for name, data in contents_of(run).items() if "parity" not in name} == {
+        name: data for name, data in whole.items() if "parity" not in name
+    }
+
+
+@pytest.mark.slow
 def test_compact_removes_nothing_that_the_repair_of_others_needs(tmp_path: Path) -> None:
     run = tmp_path / "run.chain"
     for step in range(1, 5):

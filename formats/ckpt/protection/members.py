@@ -19,7 +19,7 @@ from ckpt.protection.chain_parts import is_of_run, parts_of_chain, problem_of_se
 from ckpt.protection.parity_folders import remove_parity
 from ckpt.protection.protect import EarlierGroups, Protection, ProtectPlan, check_no_link, plan_protect, run_protect
 from ckpt.protection.work_files import locked
-from ckpt_formats.core.errors import CkptError, CorruptError, OutputError
+from ckpt_formats.core.errors import CkptError, CorruptError, OutputError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.identity import Identity
 from ckpt_formats.core.store_path import is_remote
@@ -229,24 +229,35 @@ def states_written_anew(parity: ProtectedFolder, only_newer: bool = False) -> fr
 
 
 def check_not_newer(parity: ProtectedFolder) -> None:
-    """Raise `CorruptError` if ckpt itself has changed a chain since it was protected: a repair would set it back."""
+    """Raise `CorruptError` if ckpt itself has changed a chain since it was protected: a repair would set it back.
+
+    It may also be a chain below the folder. What its list does not name is removed when it is changed next.
+    """
     root = parity.root
-    if parity.file is not None or not (root / chain_file.NAME).is_file():
+    if parity.file is not None:
         return
-    try:
-        chain_file.read(root)
-    except CkptError:
-        return  # damaged
-    is_of_states = is_of_members(parity.manifest)
-    if chain_file.NAME in parity.manifest.lengths and not is_as_protected(parity, chain_file.NAME):
-        what = "the chain was changed since it was protected, and is not damaged"
-    elif written := states_written_anew(parity):
-        what = f"{min(written)} was written anew since it was protected, and is not damaged"
+    lists = [name for name in parity.manifest.lengths if name.rpartition("/")[2] == chain_file.NAME]
+    changed = [name for name in lists if _is_list(root / name) and not is_as_protected(parity, name)]
+    if changed:
+        where, what = (root / changed[0]).parent, "the chain was changed since it was protected, and is not damaged"
+    elif _is_list(root / chain_file.NAME) and (written := states_written_anew(parity)):
+        where, what = root, f"{min(written)} was written anew since it was protected, and is not damaged"
     else:
         return
-    place, by = printable(str(root)), "--by state" if is_of_states else "--overwrite"
+    place, by = printable(str(root)), "--by state" if is_of_members(parity.manifest) else "--overwrite"
     hint = f"Protect what is there now: ckpt protect {place} --lose {parity.manifest.parities} {by}"
-    raise CorruptError(what, where=root, hint=hint)
+    raise CorruptError(what, where=where, hint=hint)
+
+
+def _is_list(path: Path) -> bool:
+    """Whether a file is there and is the list of a chain, not damaged."""
+    try:
+        chain_file.read(path.parent)
+    except UnsupportedError:
+        return True  # of a later version
+    except CkptError:
+        return False
+    return True
 
 
 def is_as_protected(parity: ProtectedFolder, name: str) -> bool:
