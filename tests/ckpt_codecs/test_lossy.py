@@ -173,6 +173,15 @@ def test_second_moments_keep_within_their_factor_and_zeros_stay_zeros(octaves: f
         assert octaves_off.max() <= (8 * octaves + 3) / 16
 
 
+@pytest.mark.parametrize("shape", [(300,), (1, 2000), (300, 1), (5, 5, 5), (64, 64)])
+def test_second_moments_of_any_magnitude_keep_within_their_factor(shape: tuple[int, ...]) -> None:
+    random = np.random.default_rng(0)
+    before, true = (np.exp2(random.uniform(-120, 120, shape)).astype(F32) for _ in range(2))
+    for old in (before, true * F32.type(1.1)):
+        result = there_and_back(Subspace(), StatePair({"exp_avg_sq": old}, {"exp_avg_sq": true}))["exp_avg_sq"]
+        assert np.abs(np.log2(result / true.astype(np.float64))).max() <= 35 / 16
+
+
 @pytest.mark.parametrize(("dtype", "scale"), [("float16", 10.0), ("bfloat16", 1e-33)])
 def test_second_moments_of_16_bits_that_are_denormal_do_not_become_zeros(dtype: str, scale: float) -> None:
     before, after = (one["exp_avg_sq"] * F32.type(scale) for one in training((96, 64), 2))

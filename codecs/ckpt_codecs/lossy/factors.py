@@ -84,7 +84,7 @@ def encode(values: Array, predicted: PredictedFactors | None, residual: int, gra
 
     Residuals are multiples of `residual` levels (0: none), factors are multiples of `grain` levels. With residuals,
     each decoded value is off by a factor of at most 2^((residual + grain + 1) / 16), except denormals. Zeros stay
-    zeros. Raises `NotApplicable` if a value is negative or not finite.
+    zeros. Raises `NotApplicable` if a value is negative or not finite, or in an only row and too small for it.
     """
     n, m = values.shape
     by_row, by_column = np.empty(n), np.empty(m)
@@ -97,8 +97,10 @@ def encode(values: Array, predicted: PredictedFactors | None, residual: int, gra
     flags = PREDICTED if predicted is not None and predicted.has_nonzero else 0
     if predicted is None or not flags:
         predicted = PredictedFactors.zero((n, m))
-    means = _levels(by_row), _levels(by_column / mean if mean else by_column)
-    chosen = _Coded.of(values, *means, predicted, residual, grain)
+    relative_columns = by_column / mean if mean else by_column
+    if n == 1 and np.any((relative_columns > 0) & (relative_columns < 2.0 ** (_ZERO_LEVEL / 8))):
+        raise NotApplicable("a second moment of one row, which has no residuals, is below the lowest level")
+    chosen = _Coded.of(values, _levels(by_row), _levels(relative_columns), predicted, residual, grain)
     if flags and chosen.total:
         relative = _Coded.relative(values, predicted, residual, grain)
         if relative is not None and relative.total < chosen.total:
