@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckpt
-from ckpt.pipeline.removal import remove_checkpoint
+from ckpt.pipeline.removal import finish_removals, remove_checkpoint
 from ckpt.types import PruneResult
 from ckpt_cli.main import USAGE
 from ckpt_formats.stores.location import source_path
@@ -325,3 +325,10 @@ def test_kills_never_lose_the_last_whole_checkpoint(tmp_path: Path) -> None:
     for _ in range(6):
         folder_round(tmp_path / "original", tmp_path / "work", generator)
     shutil.rmtree(tmp_path / "original")
+
+
+def test_a_removal_that_is_finished_leaves_the_seal_that_a_copy_has_just_written(tmp_path: Path) -> None:
+    (tmp_path / ".a.safetensors.ckpt-removed").write_bytes(b"old")
+    (tmp_path / "a.safetensors.ckpt-seal").write_bytes(b"new")  # a copy writes it before the file
+    assert finish_removals(tmp_path) == ["a.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors.ckpt-seal"]

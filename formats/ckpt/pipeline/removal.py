@@ -80,8 +80,6 @@ def finish_removal(path: Path) -> tuple[int, int]:
         if is_remote(path):
             return _finish_in_store(path)
         files = nbytes = 0
-        if os.path.lexists(set_aside_path(path)) and not os.path.lexists(path):
-            delete_beside(path)
         _finish_replacement(path)
         for left in (set_aside_path(path), replacement_path(path)):
             own = [left] if left.is_file() else [one for one in left.rglob("*") if one.is_file()]
