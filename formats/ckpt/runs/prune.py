@@ -181,8 +181,8 @@ def prune_stored(
                 retained.append(old.described("changed a moment ago"))
     order = {one.path: number for number, one in enumerate(steps)}
     retained.sort(key=lambda one: order[one.path])
-    gone = tuple(one.described(one.problem) for one in removed)
-    return PruneResult(folder, tuple(retained), gone, tuple(broken), finished)
+    pruned = tuple(one.described(one.problem) for one in removed)
+    return PruneResult(folder, tuple(retained), pruned, tuple(broken), finished)
 
 
 def _names_in_parity(folder: Path) -> Set[str]:
