@@ -180,7 +180,7 @@ def verify_parity(folders: Sequence[Path], resources: Resources, ok: bool, verif
     """
     from ckpt.protection.repair import repair as repair_files
 
-    is_whole, nbytes, damaged, is_read = True, 0, list["DamagedFile"](), True
+    is_whole, nbytes, damaged, grown, is_read = True, 0, list["DamagedFile"](), list[str](), True
     for folder in folders:
         try:
             with progress_bar("comparing with parity") as progress:
@@ -192,12 +192,13 @@ def verify_parity(folders: Sequence[Path], resources: Resources, ok: bool, verif
             continue
         is_whole, nbytes = is_whole and not done.damaged, nbytes + done.nbytes
         damaged += done.damaged
+        grown += done.grown
         is_read = is_read and not done.unnamed_parity
         _note_rest(done)
         if done.damaged and verified is None:
             _show_differences(done)
     if verified is not None:
-        fields = {"ok": is_whole, "nbytes": nbytes, "damaged": list(map(damaged_json, damaged))}
+        fields = {"ok": is_whole, "nbytes": nbytes, "damaged": list(map(damaged_json, damaged)), "grown": grown}
         data({**verified, "ok": ok and is_whole, "parity": fields})
     elif is_whole:
         what = "data and parity" if is_read else "data"
