@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from safetensors.numpy import save_file
 
 import ckpt as library
 from ckpt_formats.core import prefetch
-from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError
+from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError
 from ckpt_formats.core.rules import rules_of
 from ckpt_formats.core.store_path import StorePath, relative_path
 from ckpt_formats.stores import clients, object_store, read_ahead
@@ -391,6 +392,22 @@ def test_a_command_makes_one_client_of_a_bucket(
     more = {"convert": [tmp_path / "out"], "diff": [SAMPLES / NAMES[0]]}.get(command, [])
     assert ckpt(command, url, *more).code == 0
     assert urls == [f"s3://{BUCKET}"]
+
+
+def test_a_process_that_is_forked_after_a_request_is_refused_at_once(user: StoreServer) -> None:
+    url = f"s3://{BUCKET}/samples/{NAMES[0]}"
+    library.open(url)
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)  # ends the process if a request waits for ever
+        result = "nothing"
+        try:
+            library.open(url)
+        except UnsupportedError as error:
+            result = error.what
+        finally:
+            os._exit(0 if "was forked" in result else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_an_account_of_azure_is_not_its_container() -> None:

@@ -28,7 +28,7 @@ from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.place import ObjectEntry, Version, absent, ends_early, too_large
 from ckpt_formats.core.store_path import StoreError
-from ckpt_formats.stores.clients import client_of
+from ckpt_formats.stores.clients import ClientRequests, client_of
 from ckpt_formats.stores.e_tags import RunningTag, sampled, tag_of
 from ckpt_formats.stores.listed_store import StoredObject
 from ckpt_formats.stores.object_store import bare_tag, body_of, described, listed
@@ -448,7 +448,7 @@ class Bucket:
 
     @cached_property
     def _repeated(self) -> Repetition:
-        return Repetition()
+        return ClientRequests()
 
     @cached_property
     def _client(self) -> Any:

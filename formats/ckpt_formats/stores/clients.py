@@ -4,16 +4,18 @@ Profiles in files of Amazon's tools are read by Amazon's own library.
 """
 
 import os
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import obstore
 
 from ckpt_formats.core.errors import NotFoundError, UnsupportedError
 from ckpt_formats.core.text import printable
-from ckpt_formats.stores.repetition import ONCE
+from ckpt_formats.stores.repetition import ONCE, Repetition
+
+T = TypeVar("T")
 
 _EMULATOR_ACCOUNT = "devstoreaccount1"
 _EMULATOR_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -31,6 +33,28 @@ _INSTALL = "Install it (pip install 'ckpt-suite[aws]'), or set AWS_ACCESS_KEY_ID
 _NO_CREDENTIALS = (
     "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or read a public bucket with --anonymous."
 )
+
+
+class ClientRequests(Repetition):
+    """The requests of clients. They are served by threads, which a process that is forked since does not have.
+
+    There, a request would wait for ever: it raises `UnsupportedError` instead.
+    """
+
+    _process: ClassVar[int | None] = None
+    """The one that has made the first request: this one, or one from which it was forked since."""
+
+    def __call__(self, request: Callable[[], T], where: str, takes_place: bool = True) -> T:
+        if ClientRequests._process is None:
+            ClientRequests._process = os.getpid()
+        if ClientRequests._process != os.getpid():
+            raise UnsupportedError(
+                "this process was forked from one that has used a store, and cannot use one",
+                where=where,
+                hint='Start it by `spawn`: multiprocessing.get_context("spawn"), multiprocessing_context="spawn" of a '
+                "DataLoader.",
+            )
+        return super().__call__(request, where, takes_place)
 
 
 def client_of(

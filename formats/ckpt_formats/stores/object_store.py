@@ -23,7 +23,7 @@ from ckpt_formats.core.errors import (
     UnsupportedError,
 )
 from ckpt_formats.core.store_path import StoreError, StorePath
-from ckpt_formats.stores.clients import client_of
+from ckpt_formats.stores.clients import ClientRequests, client_of
 from ckpt_formats.stores.e_tags import TagChecks
 from ckpt_formats.stores.joined import joined
 from ckpt_formats.stores.listed_store import ListedStore, StoredObject
@@ -61,7 +61,7 @@ class ObjectStore(ListedStore):
         super().__init__(url, objects, root, unlisted)
         self._unlisted = tuple(unlisted)
         self.anonymous = anonymous
-        self._repeated = Repetition()
+        self._repeated = ClientRequests()
         self._tags = TagChecks()
         self._answers_whole = False
         """Whether the store answered a range with a whole object: then whole ones are requested without a range."""
@@ -212,7 +212,7 @@ def _unreadable(text: str, hint: str | None, where: str) -> NotFoundError:
 
 
 def _open_once(url: str, key: str, anonymous: bool) -> StorePath:
-    repeated = Repetition()
+    repeated = ClientRequests()
     try:
         with _requests(f"{url}/{key}"):
             client = client_of(url, repeated.policy.http(), anonymous=anonymous, retries=ONCE)
