@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from huggingface_hub import constants
+from safetensors.numpy import save_file
 
 import ckpt as library
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
 from ckpt_formats.stores.location import source_path
 from damage import SAMPLES, ckpt
 from hub_server import SIGNATURE, TOKEN, Hub, Repository, hub
+from killing import points
 
 NAMES = ("transformers-5.23-trainer", "deepspeed-0.19-zero1-bf16-dp2", "dcp-2.2-fsdp1-w2")
 
@@ -80,6 +82,21 @@ def test_a_revision_is_one_commit_whatever_is_uploaded_meanwhile(user: Hub) -> N
     assert set(library.open(f"hf://org/moving@{first}")) == set(local)
     repository.commit(SAMPLES / "transformers-5.23-trainer", "a/branch")
     assert set(library.open("hf://org/moving@a%2Fbranch")) == set(local)
+
+
+def test_a_fork_reads_what_its_parent_process_opened(user: Hub, tmp_path: Path) -> None:
+    """As workers of a DataLoader: the threads that read ahead are only in the process that forked them."""
+    values = np.arange(400_000, dtype=np.float32)
+    save_file({"w": values}, tmp_path / "model.safetensors")
+    user.repositories["org/large"] = Repository()
+    user.repositories["org/large"].commit(tmp_path)
+    weight = library.open("hf://org/large")["w"].weight
+    assert weight[:10].tolist() == list(range(10))
+
+    def read() -> None:
+        assert np.array_equal(weight[...], values)
+
+    points(read, tmp_path)
 
 
 def test_hub_opens_a_folder_and_a_file_of_a_repository(user: Hub, tmp_path: Path) -> None:

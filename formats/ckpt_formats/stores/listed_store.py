@@ -73,7 +73,7 @@ class ListedStore(ABC):
         self._siblings: dict[str, dict[str, bool]] = {}
         self._singles: dict[str, StoredObject | None] = {}
         self._lock = Lock()
-        self._ahead = ReadAhead(self.get)
+        self._process, self._blocks = os.getpid(), ReadAhead(self.get)
         for key in objects:
             _note(self._folders, key)
         for name in unlisted:
@@ -120,6 +120,12 @@ class ListedStore(ABC):
         if not names and key:
             raise FileNotFoundError(errno.ENOENT, "there is no such folder", f"{self._url}/{key}")
         return [StoredName(name, folder) for name, folder in sorted(names.items())]
+
+    @property
+    def _ahead(self) -> ReadAhead:
+        if self._process != os.getpid():  # the threads of the process that forked this one are not here
+            self._process, self._blocks = os.getpid(), ReadAhead(self.get)
+        return self._blocks
 
     def read_into(self, key: str, offset: int, view: memoryview) -> int:
         return self._ahead.read_into(key, self._objects[key].nbytes, offset, view)
