@@ -7,11 +7,11 @@ RELEASE := .venv-release
 PIP    := $(BIN)/pip install --quiet --constraint constraints.txt
 # What the library of kernels is built from.
 SOURCES := $(filter-out %/fuzz.c $(wildcard codecs/kernels/fuzz_*.c), $(wildcard codecs/kernels/*.[ch]))
-# A worker for each core, up to four; a file's tests stay together, since they share what is made for them.
-PYTEST := $(BIN)/pytest -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4))) --dist loadfile --no-loadscope-reorder
-
-# What `make quick` writes lies in memory, where there is enough: no disk has to flush what is gone a moment later.
+# What tests write lies in memory, where there is enough: no disk has to flush what is gone a moment later.
 MEMORY := $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 4000000 2>/dev/null && echo /dev/shm)
+
+# A worker for each core, up to four; a file's tests stay together, since they share what is made for them.
+PYTEST := PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(BIN)/pytest -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4))) --dist loadfile --no-loadscope-reorder
 
 # Where this is set, each `ckpt` that a test starts would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,7 +26,7 @@ demo: $(VENV)/.kernels  ## install, then convert, inspect and verify a real Deep
 
 quick: $(VENV)/.tested $(VENV)/.kernels  ## what finds most mistakes, in a minute and a half: all but the engines and what is slow
 	$(MAKE) --jobs 2 lint
-	PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(PYTEST) -m "not engines and not slow" --hypothesis-profile quick
+	$(PYTEST) -m "not engines and not slow" --hypothesis-profile quick
 
 check: $(VENV)/.tested $(VENV)/.kernels  ## everything that CI runs
 	$(MAKE) --jobs 2 lint versions browser
