@@ -1,5 +1,6 @@
 """States of a chain share parity in groups: others are not read when one joins, and damage is never protected."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -337,8 +338,15 @@ def test_a_repair_cuts_off_nothing_that_a_run_recorded_after_its_chain_was_prote
     flip(grown, 300)
     flipped = grown.read_bytes()
     refused = command("repair", run)
-    assert (refused.code, "a log that has grown since, 1 block" in refused.out) == (BROKEN, True), refused
+    assert (refused.code, "a log that goes on, 1 block" in refused.out) == (BROKEN, True), refused
     assert grown.read_bytes() == flipped
+    grown.write_bytes(flipped[:-200])
+    with (grown.parent / "rank-00001.ckg").open() as writers:
+        fcntl.flock(writers, fcntl.LOCK_EX)  # as a run does while it records
+        assert command("repair", run).code == BROKEN
+    assert grown.read_bytes() == flipped[:-200]
+    assert "repaired 1 of 1 file" in command("repair", run).out
+    assert grown.read_bytes() == whole[grown.relative_to(run).as_posix()][:-200]
     # Files that have each other's names get them back, also where one is longer.
     other = grown.with_name("rank-00001.ckg")
     grown.write_bytes(whole[grown.relative_to(run).as_posix()])

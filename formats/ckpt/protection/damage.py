@@ -32,6 +32,7 @@ from ckpt_formats.parity.blocks import (
 )
 from ckpt_formats.parity.copies import ManifestCopy, copy_at
 from ckpt_formats.parity.manifest import HASH_NBYTES, BlockHashes
+from ckpt_formats.universal.chain.folder import is_growing
 from ckpt_formats.universal.gradients import layout as layouts
 from ckpt_formats.universal.gradients.record import FileHead
 from ckpt_formats.universal.gradients.segment import rank_file
@@ -73,7 +74,8 @@ class Damage:
     lengths: frozenset[Path] = frozenset()
     """Files that are missing, or have another length, but for logs that have grown."""
     grown: frozenset[Path] = frozenset()
-    """Logs that are longer than they were protected. A repair would cut off what was recorded since: they stay."""
+    """Logs that are longer than they were protected, and damaged ones into which a run records. They stay: a repair
+    would cut off what was recorded since, or what the run records next."""
     copies: Mapping[Path, str] = field(default_factory=dict)
     """What is wrong with copies of the manifest."""
 
@@ -103,7 +105,7 @@ class Damage:
 def _what(path: Path, lengths: Iterable[Path], grown: Iterable[Path], blocks: int) -> str:
     count = f"{blocks:,} block{'s' * (blocks != 1)}"
     if path in grown:
-        return f"a log that has grown since, {count} of another content"
+        return f"a log that goes on, {count} of another content"
     if path not in lengths:
         return f"{count} of another content"
     if not path.is_file():
@@ -170,7 +172,14 @@ def find_damage(
         copies = {path: copies.get(path, hashes) for path in folder.copies}
     bad = frozenset(wrong)
     more_nbytes = {path: file_nbytes(path) - nbytes for path, nbytes, _ in all_files(folder)}
-    grown = frozenset(path for path, more in more_nbytes.items() if more > 0 and _is_own_log(folder, path, bad))
+    changed = {folder.place(at).path for at in bad}
+    grown = frozenset(
+        path
+        for path, more in more_nbytes.items()
+        if path.suffix == LOG
+        and (more > 0 or (more == 0 and path in changed and is_growing(path.parent)))
+        and _is_own_log(folder, path, bad)
+    )
     lengths = frozenset(path for path, more in more_nbytes.items() if more) - grown
 
     def look(blocks: Iterable[BlockAddress], candidates: Callable[[Path], Iterable[Path | None]]) -> None:
@@ -191,8 +200,6 @@ def find_damage(
 
 def _is_own_log(folder: ProtectedFolder, path: Path, bad: Collection[BlockAddress]) -> bool:
     """Whether a file is a log under its own name, and not under another's: by its blocks, or else by its head."""
-    if path.suffix != LOG:
-        return False
     if any(at not in bad for at in folder.blocks_of_file(path.relative_to(folder.root).as_posix())):
         return True
     try:

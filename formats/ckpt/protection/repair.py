@@ -78,7 +78,8 @@ class Repair(Checked):
     """Repaired segments of a log that do not fit their own checksums, and why: they were damaged when protected."""
 
     grown: tuple[str, ...] = ()
-    """Logs that have more records than were protected. They stay as they are: a repair would cut these off."""
+    """Logs that have more records than were protected, and damaged ones into which a run records. They stay as they
+    are: a repair would cut these records off."""
 
     @property
     def unrepairable(self) -> tuple[DamagedFile, ...]:

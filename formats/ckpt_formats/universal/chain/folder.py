@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt_formats.core.errors import OutputError
-from ckpt_formats.core.folders import CHAIN_LOCK
+from ckpt_formats.core.folders import CHAIN_LOCK, PARITY
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush
 from ckpt_formats.core.store_path import StorePath
@@ -102,12 +102,12 @@ def _is_of_chain(name: str) -> bool:
 def is_growing(segment: Path) -> bool:
     """Whether a run records into the folder of a segment. While it does, it holds locks on files there.
 
-    None records into a store: what lies there was copied.
+    None records into a store: what lies there was copied. Who protects the segment has a lock there, too.
     """
     if isinstance(segment, StorePath):
         return False
     try:
-        return any(map(_is_locked, segment.iterdir()))
+        return any(_is_locked(one) for one in segment.iterdir() if not one.name.startswith(PARITY))
     except (FileNotFoundError, NotADirectoryError):
         return False
 
