@@ -234,6 +234,22 @@ def test_values_in_another_form_are_taken_as_what_they_mean() -> None:
     assert ckpt.DeltaPolicy(exact="head").exact == ("head",)  # type: ignore[arg-type]
     assert ckpt.Retention(keep="last:3").keep == ("last:3",)  # type: ignore[arg-type]
     assert ckpt.HuggingFace(config="here").config == Path("here")  # type: ignore[arg-type]
+    source = ckpt.from_state_dict({"w": np.ones(2, np.float32)})
+    average = ckpt.average({"a": source, "b": source}.values(), np.array([0.25, 0.75]))  # type: ignore[arg-type]
+    assert average["w"].weight[:].tolist() == [1, 1]
+    assert list(source.select(np.array(["w"]))) == ["w"]  # type: ignore[arg-type]
+
+
+def test_names_of_parameters_are_texts() -> None:
+    source = ckpt.from_state_dict({"w": np.ones(2, np.float32)})
+    calls: list[Callable[[], object]] = [
+        lambda: source.rename({1: "a"}),  # type: ignore[dict-item]
+        lambda: source.rename(lambda name: 5),  # type: ignore[arg-type, return-value]
+        lambda: source.replace({1: np.ones(2)}, new_names=True),  # type: ignore[dict-item]
+    ]
+    for call in calls:
+        with pytest.raises(ckpt.CkptError, match="each name must be a text"):
+            call()
 
 
 def test_all_fields_that_are_checked_have_annotations_that_can_be_read() -> None:

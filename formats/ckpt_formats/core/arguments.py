@@ -5,7 +5,8 @@ arguments when it is called. The annotation states the type, and `Annotated` wha
 numbers, or the texts that an `Admits` function takes. The shell's options take their ranges from the same annotations.
 
 An argument is taken as what it means where this is not a guess: a text as the one pattern of a sequence of patterns or
-as a path, a list as a tuple, an integer of NumPy as an integer. All else raises `InvalidArgumentError`.
+as a path, a list as a tuple, an integer of NumPy as an integer, and its array of one dimension as a list. All else
+raises `InvalidArgumentError`.
 """
 
 import os
@@ -13,7 +14,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set, ValuesView
 from contextlib import suppress
 from dataclasses import fields
 from enum import Enum
@@ -33,6 +34,8 @@ R = TypeVar("R")
 URL_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 """How a URL begins. What else is given is a path in the file system."""
 _MAX_SHOWN = 60
+_MAX_ARRAY = 1 << 20
+"""Elements of an array that becomes a list."""
 
 
 class Range(NamedTuple):
@@ -418,6 +421,8 @@ def _sequence_of(one: ArgumentKind, form: type | None = None) -> ArgumentKind:
         if isinstance(value, str):
             return (one.take(value),)
         forms = (tuple, list) if form is not None else (Sequence, Set)
+        if one is not _ANYTHING and not isinstance(value, forms):
+            value = _listed(value)
         if isinstance(value, (bytes, bytearray)) or not isinstance(value, forms):
             raise Refused
         if one is _ANYTHING or not isinstance(value, (tuple, list, set, frozenset)):  # others may be computed
@@ -431,6 +436,13 @@ def _sequence_of(one: ArgumentKind, form: type | None = None) -> ArgumentKind:
     words = one.words.removeprefix("a ").removeprefix("an ")
     plural = f"values, each {one.words}" if " " in words else f"{words.removesuffix('s')}s"
     return ArgumentKind(f"a sequence of {plural}", take)
+
+
+def _listed(value: Any) -> Any:
+    """The items of an array of NumPy of one dimension, and the values of a mapping, as a list; all else as it is."""
+    numpy = sys.modules.get("numpy")  # who gives an array has imported it
+    is_array = numpy is not None and isinstance(value, numpy.ndarray) and value.ndim == 1 and value.size <= _MAX_ARRAY
+    return value.tolist() if is_array else list(value) if isinstance(value, ValuesView) else value
 
 
 def _or_iterator(sequence: ArgumentKind) -> ArgumentKind:

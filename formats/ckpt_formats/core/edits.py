@@ -1,14 +1,14 @@
 """Lazy edits of a checkpoint: fewer tensors, fewer states, other names, other values. No data is read."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from ckpt_formats.core.arguments import checked
+from ckpt_formats.core.arguments import checked, invalid
 from ckpt_formats.core.checkpoint import MASTER, MODEL, Checkpoint, Edit, Group, Parameter
 from ckpt_formats.core.computed_blobs import CastBlob, ComputedBlob
 from ckpt_formats.core.dtypes import DTYPES, SHORT_NAMES, DType, is_float
@@ -209,11 +209,13 @@ def rename(source: Checkpoint, names: Mapping[str, str] | Callable[[str], str]) 
         chosen = {name: names(name) for name in (*source, *source.aliases)}
     else:
         chosen = dict(names)
+        _check_texts("rename", chosen)
         for name in chosen:
             if name not in source.parameters and name not in source.aliases:
                 raise NoMatchError(
                     f"no parameter is called `{printable(name)}`", hint="`ckpt inspect` lists their names."
                 )
+    _check_texts("rename", chosen.values())
     new = {name: chosen.get(name, name) for name in source.parameters}
     aliases = {chosen.get(alias, alias): new[name] for alias, name in source.aliases.items()}
     seen: set[str] = set()
@@ -240,10 +242,18 @@ def rename(source: Checkpoint, names: Mapping[str, str] | Callable[[str], str]) 
     return renamed
 
 
+def _check_texts(method: str, names: Iterable[object]) -> None:
+    """Raise `InvalidArgumentError` if a name of a parameter is none."""
+    for name in names:
+        if not isinstance(name, str):
+            raise invalid(f"Checkpoint.{method}", "each name", "a text", name)
+
+
 def replace_values(
     source: Checkpoint, arrays: Mapping[str, Any], new_names: bool = False, new_shapes: bool = False
 ) -> Checkpoint:
     """See `Checkpoint.replace`."""
+    _check_texts("replace", arrays)
     names = {source.aliases.get(key, key) for key in arrays}
     check_together(source, {name for name in names if name in source.parameters}, "replaced")
     parameters, digests = dict(source.parameters), dict[str, str]()
