@@ -20,8 +20,8 @@ from ckpt_formats.universal.chain import chain_file
 
 _LOOK_SECONDS, _PAUSE_EACH = 0.5, 0.1
 """From one look at the holders to the next, and at least so long for each of them."""
-_MOST_SKIPPED = 15
-"""Looks without a list of all pieces, if the last ones freed nothing."""
+_MOST_SKIPPED_SECONDS = 7.5
+"""How long to look without a list of all pieces, if the last looks freed nothing."""
 _ASK_SECONDS = 5.0
 """How long to wait for a holder."""
 
@@ -50,6 +50,8 @@ class GenerationWatch:
         self._peers, self._generation, self._credentials = peers, generation, credentials
         self.is_whole, self.parts = False, list[list[str]]()
         self._closed = threading.Event()
+        self._pause = max(_LOOK_SECONDS, _PAUSE_EACH * len(peers.addresses))
+        """Seconds from one look to the next."""
         self._looks_to_skip = self._skipped = 0
         """With parity: looks without a list of all pieces after the last one that freed nothing, and those since."""
 
@@ -62,8 +64,8 @@ class GenerationWatch:
 
     def _free_others(self) -> None:
         """Free what is older once all of this generation is held, each holder as soon as it answers."""
-        unfreed, pause = set(self._peers.addresses), max(_LOOK_SECONDS, _PAUSE_EACH * len(self._peers.addresses))
-        while unfreed and not self._closed.wait(pause):
+        unfreed = set(self._peers.addresses)
+        while unfreed and not self._closed.wait(self._pause):
             if not self.is_whole:
                 self.look()
             if self._closed.is_set():
@@ -167,7 +169,8 @@ class GenerationWatch:
         for address, answer in answers.items():
             if freed & {*answer.run, *(parity.name.generation for parity in answer.parities)}:
                 self._free(address, before, sorted(names))
-        self._looks_to_skip, self._skipped = 0 if freed else min(2 * self._looks_to_skip + 1, _MOST_SKIPPED), 0
+        most = int(_MOST_SKIPPED_SECONDS / self._pause)
+        self._looks_to_skip, self._skipped = 0 if freed else min(2 * self._looks_to_skip + 1, most), 0
 
     def _older_names(self, answers: Answers) -> set[str]:
         """The generations of this kind that began before this one."""
