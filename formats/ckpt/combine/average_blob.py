@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckpt_codecs import Rounded
+from ckpt_formats.core.computed_blobs import CombinedBlob
 from ckpt_formats.core.dtypes import DType
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.files import Reader
-from ckpt_formats.core.geometry import Box, Shape, slabs
-from ckpt_formats.core.tensor import Array, Blob, read
+from ckpt_formats.core.geometry import slabs
+from ckpt_formats.core.tensor import Array, read
 from ckpt_formats.core.text import printable
 
 _DROPPED_BITS = np.uint64((1 << 29) - 1)
@@ -19,27 +20,16 @@ BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
-class AverageBlob(Blob):
+class AverageBlob(CombinedBlob):
     """A weighted sum of blobs of one shape, divided: float64 arithmetic from left to right, rounded once to `dtype`.
 
     The blobs may differ in element type. Complex numbers are pairs of real ones.
     """
 
-    blobs: tuple[Blob, ...]
     weights: tuple[float, ...]
     dtype: DType
     divisor: float
     """The sum of the weights, for their mean; 1 for a sum."""
-
-    @property
-    def shape(self) -> Shape:
-        return self.blobs[0].shape
-
-    def parts(self) -> tuple[Blob, ...]:
-        return self.blobs
-
-    def crop(self, box: Box) -> "AverageBlob":
-        return AverageBlob(tuple(blob.crop(box) for blob in self.blobs), self.weights, self.dtype, self.divisor)
 
     def read_into(self, out: Array, reader: Reader) -> None:
         for box in slabs(self.shape, BLOCK):
@@ -70,29 +60,18 @@ def from_float64(values: Array, dtype: DType) -> Array:
 
 
 @dataclass(frozen=True)
-class EqualBlob(Blob):
+class EqualBlob(CombinedBlob):
     """Values that are equal in several blobs of one shape and element type; or the largest of each, for counters.
 
     Reading raises `UnsupportedError` if the values differ.
     """
 
-    blobs: tuple[Blob, ...]
     name: str
     largest: bool = False
 
     @property
-    def shape(self) -> Shape:
-        return self.blobs[0].shape
-
-    @property
     def dtype(self) -> DType:
         return self.blobs[0].dtype
-
-    def parts(self) -> tuple[Blob, ...]:
-        return self.blobs
-
-    def crop(self, box: Box) -> "EqualBlob":
-        return EqualBlob(tuple(blob.crop(box) for blob in self.blobs), self.name, self.largest)
 
     def read_into(self, out: Array, reader: Reader) -> None:
         for box in slabs(self.shape, BLOCK):

@@ -36,6 +36,10 @@ class DerivedBlob(Blob):
             base = buffer.view(self.base.dtype).reshape(self.shape)
             self.base.read_into(base, reader)
             self.codec.decode_into(b"", out, base)
+            self._note_changes(base, out, reader)
+
+    def _note_changes(self, before: Array, after: Array, reader: Reader) -> None:
+        """Note what the codec changed, for the user. before, after: the values of the whole block, of its shape."""
 
     def parts(self) -> tuple[Blob, ...]:
         return (self.base,)
@@ -53,15 +57,10 @@ class CastBlob(DerivedBlob):
     """Where the block begins in the parameter; None: it is all of it."""
 
     def crop(self, box: Box) -> "CastBlob":
-        start = box.start if self.start is None else box.shift(self.start).start
-        return replace(self, base=self.base.crop(box), start=start)
+        return replace(self, base=self.base.crop(box), start=_in_parameter(box, self.start).start)
 
-    def read_into(self, out: Array, reader: Reader) -> None:
-        with temporary_buffer(prod(self.shape) * self.base.dtype.itemsize) as buffer:
-            base = buffer.view(self.base.dtype).reshape(self.shape)
-            self.base.read_into(base, reader)
-            self.codec.decode_into(b"", out, base)
-            self.count(Box.whole(self.shape), base, out, reader)
+    def _note_changes(self, before: Array, after: Array, reader: Reader) -> None:
+        self.count(Box.whole(self.shape), before, after, reader)
 
     def count(self, box: Box, before: Array, after: Array, reader: Reader) -> None:
         """Count what the cast of a block of it changed.
@@ -70,7 +69,7 @@ class CastBlob(DerivedBlob):
         """
         from ckpt_formats.core.value_changes import changed_by_cast  # an index is made without values
 
-        place = box if self.start is None else box.shift(self.start)
+        place = _in_parameter(box, self.start)
         reader.changes.note(changed_by_cast(self.name, place, before, after, self.refused))
 
 
@@ -88,22 +87,25 @@ class ComputedBlob(ViewBlob):
         return self.base.shape
 
     def crop(self, box: Box) -> "ComputedBlob":
-        start = box.start if self.start is None else box.shift(self.start).start
-        return ComputedBlob(self.base.crop(box), self.name, start)
+        return ComputedBlob(self.base.crop(box), self.name, _in_parameter(box, self.start).start)
 
     def read_into(self, out: Array, reader: Reader) -> None:
         from ckpt_formats.core.value_changes import ValueChange, count_kinds  # an index is made without values
 
         self.base.read_into(out, reader)
-        whole = Box.whole(self.shape)
-        place = whole if self.start is None else whole.shift(self.start)
+        place = _in_parameter(Box.whole(self.shape), self.start)
         count = count_kinds(out).not_finite
         reader.changes.note(ValueChange(self.name, self.dtype.name, place, not_finite=count))
 
 
+def _in_parameter(box: Box, start: Shape | None) -> Box:
+    """A block in a parameter, given in a block of it that begins at `start`; None: at the beginning."""
+    return box if start is None else box.shift(start)
+
+
 @dataclass(frozen=True)
-class MeanBlob(Blob):
-    """The mean of equally shaped blobs, summed in the order given and in their own precision."""
+class CombinedBlob(Blob):
+    """Values that are computed from several blobs of one shape, element by element."""
 
     blobs: tuple[Blob, ...]
 
@@ -111,18 +113,23 @@ class MeanBlob(Blob):
     def shape(self) -> Shape:
         return self.blobs[0].shape
 
+    def crop(self, box: Box) -> "CombinedBlob":
+        return replace(self, blobs=tuple(blob.crop(box) for blob in self.blobs))
+
+    def parts(self) -> tuple[Blob, ...]:
+        return self.blobs
+
+
+@dataclass(frozen=True)
+class MeanBlob(CombinedBlob):
+    """The mean of equally shaped blobs, summed in the order given and in their own precision."""
+
     @property
     def dtype(self) -> DType:
         return self.blobs[0].dtype
-
-    def crop(self, box: Box) -> "MeanBlob":
-        return MeanBlob(tuple(blob.crop(box) for blob in self.blobs))
 
     def read_into(self, out: Array, reader: Reader) -> None:
         total = read(self.blobs[0], reader)
         for blob in self.blobs[1:]:
             total = total + read(blob, reader)
         out[...] = total / np.asarray(len(self.blobs), total.dtype)
-
-    def parts(self) -> tuple[Blob, ...]:
-        return self.blobs
