@@ -149,8 +149,6 @@ def run() -> None:
     if sys.stdout is not None and not isinstance(sys.stdout, _Output):  # None if the parent process has closed it
         sys.stdout = cast(TextIO, _Output(sys.stdout))
     signal.signal(signal.SIGTERM, interrupt)  # batch systems send it; it is handled like Ctrl-C
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, interrupt)
     try:
         code = cli.main(prog_name="ckpt", standalone_mode=False)
     except click.exceptions.Abort as error:
