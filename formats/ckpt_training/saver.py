@@ -29,7 +29,7 @@ from ckpt_formats.core.state_names import MODEL, from_stored
 from ckpt_formats.core.store_path import is_remote
 from ckpt_formats.core.tensor import read
 from ckpt_formats.core.text import PARTIAL, STAGED
-from ckpt_formats.parity.code import MAX_LOST
+from ckpt_formats.parity.code import Parities
 from ckpt_formats.state_dicts.keys import NESTED, STYLES, StateKeys
 from ckpt_formats.stores.location import place_at, target_path
 from ckpt_formats.universal.boxes import RankBox
@@ -39,6 +39,7 @@ from ckpt_training import ranks
 from ckpt_training.engines.registry import check_initialized, tracked_run
 from ckpt_training.engines.run import further_entries, with_extra_states
 from ckpt_training.group_options import group_options
+from ckpt_training.hooks import remove_all
 from ckpt_training.plain_notes import OPTIMIZER_ENTRIES, extra_name, plain_note
 from ckpt_training.random_states import RandomStates
 from ckpt_training.run_shards import is_of_elements
@@ -191,7 +192,7 @@ class Saver(SnapshotContext):
         memory: Annotated[int, Range(_SLOTS * _LEAST_SLOT)] = 256 << 20,
         stall_seconds: Annotated[float, Range(0, above=True)] = 600.0,
         then: Callable[..., object] | None = None,
-        protect: Annotated[int, Range(1, MAX_LOST)] | None = None,
+        protect: Parities | None = None,
         peers: Peers | None = None,
         **parts: Any,
     ) -> None:
@@ -329,8 +330,7 @@ class Saver(SnapshotContext):
         if self._is_closed:
             return
         self._is_closed = True
-        for hook in self._hooks:
-            hook.remove()
+        remove_all(self._hooks)
         self._unclosed.detach()
         if not self._thread.close(self._stall_seconds + 60.0):
             what = "the last save, or the job after it," if self._has_jobs else "the last save"

@@ -15,9 +15,9 @@ from ckpt.pipeline.executors import run_tasks
 from ckpt.protection.wrong_hashes import wrong_hashes
 from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import Checked, Count
-from ckpt_formats.core.claims import MAX_INDEX
 from ckpt_formats.core.errors import CkptError
-from ckpt_formats.core.files import Reader, read_whole
+from ckpt_formats.core.files import Reader
+from ckpt_formats.core.folders import file_nbytes
 from ckpt_formats.core.identity import LOG
 from ckpt_formats.parity.blocks import (
     BlockAddress,
@@ -33,9 +33,7 @@ from ckpt_formats.parity.blocks import (
 from ckpt_formats.parity.copies import ManifestCopy, copy_at
 from ckpt_formats.parity.manifest import HASH_NBYTES, BlockHashes
 from ckpt_formats.universal.chain.folder import is_growing
-from ckpt_formats.universal.gradients import layout as layouts
-from ckpt_formats.universal.gradients.record import FileHead
-from ckpt_formats.universal.gradients.segment import rank_file
+from ckpt_formats.universal.gradients.segment import layout_and_heads, rank_file
 
 _TOGETHER = 8
 """Stripes of one task."""
@@ -133,14 +131,6 @@ def all_files(folder: ProtectedFolder) -> Iterator[tuple[Path, int, bool]]:
             yield parity_file(place, number), group.parity_nbytes, True
 
 
-def file_nbytes(path: Path, otherwise: int = -1) -> int:
-    """The length of a file, or `otherwise` if there is none."""
-    try:
-        return path.stat().st_size if path.is_file() else otherwise
-    except OSError:
-        return otherwise
-
-
 def nbytes_to_scan(folder: ProtectedFolder) -> int:
     """The bytes that `find_damage` counts."""
     return folder.manifest.nbytes + (folder.manifest.parity_nbytes if folder.places else 0)
@@ -203,10 +193,8 @@ def _is_own_log(folder: ProtectedFolder, path: Path, bad: Collection[BlockAddres
     if any(at not in bad for at in folder.blocks_of_file(path.relative_to(folder.root).as_posix())):
         return True
     try:
-        layout = layouts.load(path.parent / layouts.NAME)
-        identity, world = layouts.identity(read_whole(path.parent / layouts.NAME, MAX_INDEX)), len(layout.ranks)
-        rank = next(rank for rank in range(world) if rank_file(rank) == path.name)
-        head = FileHead(rank, world, layout.first, identity).dump()
+        _, heads = layout_and_heads(path.parent)
+        head = next(one for rank, one in enumerate(heads) if rank_file(rank) == path.name).dump()
         there = bytearray(len(head))
         with Reader(check=False) as reader:
             reader.read_into(path, 0, memoryview(there))

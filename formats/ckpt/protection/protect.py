@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import xxhash
@@ -26,7 +25,7 @@ from ckpt.protection.domains import domains_of, groups_of, parts_of
 from ckpt.protection.parity_folders import give_name, upload, upload_changed, write_whole
 from ckpt.protection.work_files import is_protected, locked, scratch_for
 from ckpt_codecs.base import Array
-from ckpt_formats.core.arguments import Checked, Count, LocalPath, Range, StrPath, as_path, checked
+from ckpt_formats.core.arguments import Checked, Count, LocalPath, StrPath, as_path, checked
 from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,
@@ -55,7 +54,7 @@ from ckpt_formats.parity.blocks import (
     parity_folder,
     places_of,
 )
-from ckpt_formats.parity.code import MAX_BLOCKS, MAX_LOST
+from ckpt_formats.parity.code import MAX_BLOCKS, Parities
 from ckpt_formats.parity.copies import manifest_copies
 from ckpt_formats.parity.manifest import (
     BLOCK_NBYTES,
@@ -71,8 +70,6 @@ from ckpt_formats.parity.manifest import (
 from ckpt_formats.stores.location import listed_again, target_path
 from ckpt_formats.universal.chain.folder import is_growing
 
-Parities = Annotated[int, Range(1, MAX_LOST)]
-"""How many domains may be lost."""
 _PARTS = 16
 """For each part of a single file that may be lost, it has so many."""
 _JOURNAL, _UPLOAD = "journal", "upload-"

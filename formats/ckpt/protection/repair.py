@@ -21,7 +21,6 @@ from ckpt.protection.damage import (
     DamagedFile,
     FoundBlocks,
     all_files,
-    file_nbytes,
     find_damage,
     nbytes_to_scan,
     too_many,
@@ -32,7 +31,7 @@ from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import Checked, Count, StrPath, checked
 from ckpt_formats.core.errors import CkptError, CorruptError, OutputError, UnsafeError
 from ckpt_formats.core.files import write_at
-from ckpt_formats.core.folders import hidden_name, replaced_file
+from ckpt_formats.core.folders import file_nbytes, hidden_name, replaced_file
 from ckpt_formats.core.identity import Identities, Identity, check_unchanged
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.place import ObjectEntry

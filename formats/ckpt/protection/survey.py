@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from ckpt.protection.chain_parts import has_ended, parts_of_chain
-from ckpt.protection.damage import all_files, file_nbytes, wrong_copies
+from ckpt.protection.damage import all_files, wrong_copies
 from ckpt.protection.members import is_of_members, states_written_anew
 from ckpt.protection.work_files import is_protected
 from ckpt_formats.core.arguments import Checked, Count
 from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.files import Reader
-from ckpt_formats.core.folders import below
+from ckpt_formats.core.folders import below, file_nbytes
 from ckpt_formats.parity.blocks import (
     BlockAddress,
     ProtectedFolder,

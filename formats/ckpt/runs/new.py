@@ -18,6 +18,11 @@ State = tuple[tuple[str, int, float], ...]
 """The files of a checkpoint with their sizes and times."""
 
 
+def modified_of(state: State) -> float:
+    """When the last of the files was written, in seconds since 1970; 0 without files."""
+    return max((time for _, _, time in state), default=0.0)
+
+
 @dataclass(frozen=True)
 class SkippedCheckpoint:
     """A checkpoint that is passed over, because it cannot be read or stored as it is now."""

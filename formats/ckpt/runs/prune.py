@@ -16,7 +16,7 @@ from typing import Annotated
 
 from ckpt.pipeline.removal import finish_removals, is_removable, remove_checkpoint
 from ckpt.runs.keep import SavedStep, kept_by, parse_keep
-from ckpt.runs.new import State, state_of
+from ckpt.runs.new import State, modified_of, state_of
 from ckpt_formats.core.arguments import Range, StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.errors import CkptError, IncompleteError, InvalidArgumentError, NotFoundError
@@ -212,7 +212,7 @@ class _Step:
 
     @property
     def modified(self) -> float:
-        return max((time for _, _, time in self.state), default=0.0)
+        return modified_of(self.state)
 
     @property
     def step(self) -> int | None:

@@ -21,7 +21,7 @@ from ckpt.job import AnyProgress
 from ckpt.pipeline import Execution, Resources
 from ckpt.pipeline.folder_target import sweep
 from ckpt.runs.keep import parse_keep
-from ckpt.runs.new import NewCheckpoints, SkippedCheckpoint, State, state_of
+from ckpt.runs.new import NewCheckpoints, SkippedCheckpoint, State, modified_of, state_of
 from ckpt.runs.prune import PruneResult, prune_stored
 from ckpt_formats.core.arguments import Range, StrPath, checked
 from ckpt_formats.core.checkpoint import Checkpoint
@@ -177,9 +177,8 @@ def _stored(
 ) -> StoredCheckpoint | SkippedCheckpoint | None:
     """Store a checkpoint, or only say how; None if it is stored already."""
     path, state = checkpoint.path, new.state(checkpoint.path)
-    modified = max((time for _, _, time in state), default=0.0)
     try:
-        if store.has(path, step_of(checkpoint), modified):
+        if store.has(path, step_of(checkpoint), modified_of(state)):
             return None
         return store.plan(checkpoint) if dry_run else store.add(checkpoint, state, progress)
     except _NotStoredError as error:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from ckpt_formats.core.folders import file_nbytes
 from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.store_path import StorePath, is_remote, request
 from ckpt_formats.core.tensor import Blob
@@ -39,14 +40,14 @@ def object_ranges(blobs: Iterable[Blob]) -> Iterator[ObjectRange]:
             path = raw.path
             if is_remote(path):
                 if path not in nbytes:
-                    nbytes[path] = _nbytes(path)
+                    nbytes[path] = file_nbytes(path, 0)
                 yield ObjectRange(path, raw.offset, min(raw.offset + raw.span, nbytes[path]))
 
 
 def sealed_range(seal: Seal) -> Iterator[ObjectRange]:
     """The range of a seal, if its file is in a store."""
     if is_remote(seal.path):
-        yield ObjectRange(seal.path, seal.offset, min(seal.offset + seal.nbytes, _nbytes(seal.path)))
+        yield ObjectRange(seal.path, seal.offset, min(seal.offset + seal.nbytes, file_nbytes(seal.path, 0)))
 
 
 def requested(items: Iterable[T], blobs: Callable[[T], Iterable[Blob]]) -> Iterator[T]:
@@ -69,11 +70,3 @@ def request_starts(paths: Iterable[Path]) -> None:
     for path in paths:
         if is_remote(path) and path.is_file():
             request(path, 0, _START)
-
-
-def _nbytes(path: StorePath) -> int:
-    """The length of an object; 0 if there is none, which is reported when it is read."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

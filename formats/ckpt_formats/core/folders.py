@@ -80,6 +80,14 @@ def check_no_stale_sidecars(file: Path) -> None:
         )
 
 
+def file_nbytes(path: Path, otherwise: int = -1) -> int:
+    """The length of a file, or `otherwise` if there is none."""
+    try:
+        return path.stat().st_size if path.is_file() else otherwise
+    except OSError:
+        return otherwise
+
+
 def entries_of(path: Path) -> Iterator[FolderEntry]:
     """The entries of a folder, in any order. Raises `OSError`."""
     if is_remote(path):

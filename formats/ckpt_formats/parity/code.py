@@ -7,17 +7,21 @@ k + m blocks give all others (Blömer et al.: An XOR-based erasure-resilient cod
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Annotated
 
 import numpy as np
 
 from ckpt_codecs.base import Array
 from ckpt_codecs.native.parity import add_products
+from ckpt_formats.core.arguments import Range
 
 MAX_BLOCKS = 255
 """Blocks of data and of parity that one code has, at most."""
 
 MAX_LOST = 32
 """How many domains users may want to lose."""
+Parities = Annotated[int, Range(1, MAX_LOST)]
+"""How many domains may be lost."""
 
 
 def parity_matrix(data: int, parities: int) -> Array:

@@ -19,6 +19,7 @@ from ckpt_formats.core.checkpoint import Checkpoint, Edit, Parameter
 from ckpt_formats.core.claims import check_paid
 from ckpt_formats.core.errors import CkptError, CorruptError
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.folders import file_nbytes
 from ckpt_formats.core.identity import unrecorded
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.values import Value
@@ -154,7 +155,7 @@ class SegmentTail:
     def _find_damage(self, rank: int) -> None:
         """Look whether what is after the last complete record is damaged: all of it, once after the file grew."""
         log = self._logs[rank]
-        searched = (log.end, _nbytes(log.path))
+        searched = (log.end, file_nbytes(log.path))
         if log.torn is not None and searched != self._searched[rank]:
             damaged = damage_after(log, self._heads[rank], self.step, self._pending[rank])
             self._logs[rank], self._searched[rank] = replace(log, damaged=damaged), searched
@@ -247,13 +248,6 @@ class SegmentTail:
         self._applied = [
             without_old_random_states(_without_old_values(_without_old_buffers(records))) for records in self._applied
         ]
-
-
-def _nbytes(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0  # who reads it raises the error
 
 
 def _is_pending(record: LogRecord, step: int) -> bool:

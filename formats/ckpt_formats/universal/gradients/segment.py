@@ -397,15 +397,21 @@ def open_layout(folder: Path) -> tuple[SegmentLayout, tuple[FileHead, ...]]:
 
     Raises as `open_segment`.
     """
+    layout, heads = layout_and_heads(folder)
+    missing = [rank_file(rank) for rank in range(len(heads)) if not (folder / rank_file(rank)).is_file()]
+    if missing:
+        raise IncompleteError(f"of {len(heads)} files of ranks, {list_names(missing, str, 1)} is missing", where=folder)
+    return layout, heads
+
+
+def layout_and_heads(folder: Path) -> tuple[SegmentLayout, tuple[FileHead, ...]]:
+    """The same of a segment whose files may be missing, by its layout alone."""
     path = folder / layouts.NAME
     if not path.is_file():
         raise NotFoundError("not a log of gradients: it has no layout.json", where=folder)
     layout = layouts.load(path)
     name = layouts.identity(read_whole(path, MAX_INDEX))
     world = len(layout.ranks)
-    missing = [rank_file(rank) for rank in range(world) if not (folder / rank_file(rank)).is_file()]
-    if missing:
-        raise IncompleteError(f"of {world} files of ranks, {list_names(missing, str, 1)} is missing", where=folder)
     return layout, tuple(FileHead(rank, world, layout.first, name) for rank in range(world))
 
 
