@@ -18,7 +18,7 @@ import socket
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.holding.holder import HeldPieces, Holder
 from ckpt.holding.log_sender import LogSender
@@ -49,6 +49,9 @@ from ckpt_formats.universal.gradients.record import Kind
 from ckpt_formats.universal.gradients.segment import rank_file
 from forking import forking
 
+if TYPE_CHECKING:
+    from run import Round
+
 RANKS = 6
 STEPS = 5
 START = 4_000_000
@@ -58,7 +61,7 @@ Sending = Callable[[Path, Mapping[str, Any], int, int], None]
 SAMPLES = Path(__file__).parents[2] / "sample_checkpoints"
 
 
-def rounds(folder: Path, seed: int) -> Iterator[object]:
+def rounds(folder: Path, seed: int) -> Generator[Round, None, None]:
     """Rounds without end."""
     import peers_saves
     from run import Round

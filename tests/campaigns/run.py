@@ -119,26 +119,31 @@ def alternated(runs: Mapping[str, Callable[[], Mapping[str, int]]]) -> Iterator[
 
 
 def run(
-    rounds: Iterator[Round],
+    rounds: Generator[Round, None, None],
     count: int,
     seconds: float = float("inf"),
     only: str = "",
 ) -> Report:
-    """Run so many rounds whose name contains a text, and begin none after so many seconds. Print failures."""
+    """Run so many rounds whose name contains a text, and begin none after so many seconds. Print failures.
+
+    The generator is closed. Left to the garbage collector, it would end its servers and take back what it has set in
+    the environment at any time, even in the middle of another test.
+    """
     report, began, skipped = Report(), time.monotonic(), 0
-    for one in rounds:
-        if report.rounds == count or time.monotonic() - began > seconds:
-            break
-        if only not in one.name:
-            skipped += 1
-            assert skipped < 10_000 or report.rounds, f"no round has {only!r} in its name, such as {one.name}"
-            continue
-        report.rounds += 1
-        try:
-            report.seen.update({f"{one.name}: {what}": number for what, number in one.run().items() if number})
-        except AssertionError:
-            report.failures.append(f"{one.name}: {traceback.format_exc()}")
-            print(f"FAILED: {report.failures[-1]}", flush=True)
+    with closing(rounds):
+        for one in rounds:
+            if report.rounds == count or time.monotonic() - began > seconds:
+                break
+            if only not in one.name:
+                skipped += 1
+                assert skipped < 10_000 or report.rounds, f"no round has {only!r} in its name, such as {one.name}"
+                continue
+            report.rounds += 1
+            try:
+                report.seen.update({f"{one.name}: {what}": number for what, number in one.run().items() if number})
+            except AssertionError:
+                report.failures.append(f"{one.name}: {traceback.format_exc()}")
+                print(f"FAILED: {report.failures[-1]}", flush=True)
     return report
 
 
@@ -158,8 +163,7 @@ def main() -> int:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each would compile all modules anew
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix=f"{given.work}-"))
-    with closing(WORKS[given.work].rounds(folder, given.seed)) as rounds:
-        report = run(rounds, given.rounds, given.seconds, given.only)
+    report = run(WORKS[given.work].rounds(folder, given.seed), given.rounds, given.seconds, given.only)
     for what, number in sorted(report.seen.items()):
         print(f"{number:8,}  {what}")
     failed = len(report.failures)

@@ -19,7 +19,7 @@ import random
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from functools import partial
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -298,7 +298,7 @@ def make_chains(folder: Path, server: StoreServer) -> dict[int, dict[str, bytes]
     return chains
 
 
-def rounds(folder: Path, seed: int) -> Iterator[Round]:
+def rounds(folder: Path, seed: int) -> Generator[Round, None, None]:
     """Yield kills of each work in turn, and after each five kills a pair."""
     generator = random.Random(seed)
     with moto() as server, killing(server) as killer, reached(server):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -259,7 +259,7 @@ def same(values: Mapping[str, np.ndarray[Any, Any]], weights: Weights) -> bool:
     )
 
 
-def rounds(folder: Path, seed: int) -> Iterator[Round]:
+def rounds(folder: Path, seed: int) -> Generator[Round, None, None]:
     """Yield each kind of damage in turn, to a reader and to a follower."""
     chain = DamagedChain(PublishedHistory(folder), random.Random(seed))
     ways = {"reader": chain.read, "follower": chain.follow}

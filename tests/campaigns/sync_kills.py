@@ -18,7 +18,7 @@ import shutil
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
@@ -552,7 +552,7 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def rounds(folder: Path, seed: int) -> Iterator[Round]:
+def rounds(folder: Path, seed: int) -> Generator[Round, None, None]:
     """Yield kills of publishers in a folder and in a bucket, and of a follower, in turn."""
     generator = random.Random(seed)
     processes = forking("sync_kills")

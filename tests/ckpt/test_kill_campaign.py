@@ -1,10 +1,12 @@
 """A sample of `run.py universal_kills` in tests/campaigns: the same bytes with any workers, and after kills."""
 
 import random
+from collections.abc import Generator
 
 import pytest
 
 from kills import Campaign, Work
+from run import Round, run
 from universal_kills import works
 
 WORKS = ("folder", "one file", "folder, encoded", "one file, encoded", "orbax", "append", "compact")
@@ -27,3 +29,20 @@ def test_workers_and_kills_do_not_show_in_the_bytes(name: str, works_by_name: di
     killed = 0
     while killed < KILLS:
         killed += campaign.round(generator)["killed"]
+
+
+def test_campaign_ends_what_its_rounds_have_set_up() -> None:
+    """Not when the collector of garbage comes by: a cycle of references keeps a generator until then."""
+    ended = []
+
+    def rounds() -> Generator[Round, None, None]:
+        itself = [one]
+        try:
+            while itself:
+                yield Round("round", dict)
+        finally:
+            ended.append("server")
+
+    one = rounds()
+    assert run(one, 2).rounds == 2
+    assert ended == ["server"]
