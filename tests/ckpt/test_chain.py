@@ -5,6 +5,7 @@ import os
 import tracemalloc
 import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,7 +30,7 @@ from ckpt_codecs.registry import DEFAULT_DELTA, DELTA_CODECS, delta_from_config,
 from ckpt_formats.core.checkpoint import Checkpoint, Group, Origin
 from ckpt_formats.core.chunking import DEFAULT_ELEMENTS as CHUNK
 from ckpt_formats.core.dtypes import DTYPES
-from ckpt_formats.core.errors import NotFoundError, UnsupportedError
+from ckpt_formats.core.errors import LockedError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.format import ReadOptions
 from ckpt_formats.core.state_names import to_stored
@@ -39,6 +40,7 @@ from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal import manifest
 from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain import folder as chain_folder
 from ckpt_formats.universal.chain.members import member_at
 from damage import SAMPLES, ckpt
 from effort import examples
@@ -414,6 +416,26 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
         for command in (("append", run, saved[1]), ("compact", run)):
             assert ckpt(*command).code == 11
     assert ckpt("append", run, saved[1]).code == 0
+
+
+def test_who_comes_second_to_a_new_chain_leaves_the_lock_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It made the folder, and the other one was faster with the lock: without its file, a third one would join in."""
+    run, make, first = tmp_path / "run", chain_folder.make, ExitStack()
+
+    def make_and_wait(run: Path) -> bool:
+        is_new = make(run)
+        monkeypatch.setattr(chain_folder, "make", make)
+        first.enter_context(change(run, Execution(), create=True))
+        return is_new
+
+    monkeypatch.setattr(chain_folder, "make", make_and_wait)
+    with first:
+        for _ in range(2):
+            with pytest.raises(LockedError), change(run, Execution(), create=True):
+                pass
+        assert os.listdir(run) == ["chain.lock"]
 
 
 def test_append_names_and_removes_leftovers_of_a_crash(tmp_path: Path) -> None:

@@ -8,17 +8,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import obstore
 import pytest
 
 import ckpt as library
+from ckpt.pipeline import lease as leases
 from ckpt.pipeline.groups import deal
 from ckpt.pipeline.lease import Busy, Lease, acquire
 from ckpt.pipeline.shard import Shard, parse_shard
-from ckpt_formats.core.errors import InvalidArgumentError
+from ckpt_formats.core.errors import InvalidArgumentError, LockedError
 from ckpt_formats.core.folder_place import FolderPlace
+from ckpt_formats.core.place import Version
 from ckpt_formats.stores import bucket
 from clusters import dask_processes, environment, files
 from damage import SAMPLES, ckpt
@@ -260,6 +263,31 @@ def test_a_lease_passes_on_when_its_holder_is_dead_and_not_before(tmp_path: Path
     assert isinstance(third, Lease)
     third.release()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", ["create", "replace_stale"])
+def test_a_lease_runs_from_the_request_for_it_although_the_answer_comes_late(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others count from the time that the place has noted: they may have taken it when the answer is there."""
+    late = 0.0
+
+    class Slow(FolderPlace):
+        def create(self, key: str, data: bytes) -> Version:
+            nonlocal late
+            version = super().create(key, data)
+            late += leases.SECONDS + 1
+            return version
+
+    if how == "replace_stale":
+        (tmp_path / "lease").write_bytes(b"{}")
+        os.utime(tmp_path / "lease", (0, 0))
+    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late))
+    taken = acquire(Slow(tmp_path), "lease")
+    assert isinstance(taken, Lease)
+    with pytest.raises(LockedError):
+        taken.check()
+    taken.release()
 
 
 @pytest.mark.slow

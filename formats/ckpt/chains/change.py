@@ -188,8 +188,10 @@ def _in_folder(run: Path, place: Place, resources: Execution, create: bool) -> I
     created = folder.make(run) if create else False
     if not created and not (run / chain_file.NAME).is_file():
         folder.check_empty(run)
+    is_locked = False
     try:
         with hold(place, folder.LOCK, run, resources.locks, _CHANGING) as right:
+            is_locked = True
             place.remove_drafts(chain_file.NAME)
             chain, version = _read(run, place)
             try:
@@ -197,18 +199,23 @@ def _in_folder(run: Path, place: Place, resources: Execution, create: bool) -> I
             finally:
                 if created and os.listdir(run) == [folder.LOCK]:  # nothing was added
                     _remove_empty(run)
-    except CkptError as error:
-        if created and isinstance(error, OutputError):
-            with suppress(OSError):
-                _remove_empty(run)
+    except LockedError:
+        raise  # whoever has the lock needs its file: without it, a third process would change the chain, too
+    except OutputError:
+        if created and not is_locked:
+            _remove_empty(run)
+        raise
+    except CkptError:
         raise
     except OSError as error:
         raise unwritable(error, run) from error
 
 
 def _remove_empty(run: Path) -> None:
-    os.unlink(run / folder.LOCK)
-    os.rmdir(run)
+    """Remove the folder of a chain that did not begin, unless another process begins one there."""
+    with suppress(OSError):
+        (run / folder.LOCK).unlink(missing_ok=True)
+        run.rmdir()
 
 
 @contextmanager

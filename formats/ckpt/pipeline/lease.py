@@ -51,9 +51,10 @@ class _Lock:
 class Lease:
     """A lease that this process has taken. A thread renews it."""
 
-    def __init__(self, place: Place, key: str, owner: LeaseOwner, version: Version) -> None:
+    def __init__(self, place: Place, key: str, owner: LeaseOwner, version: Version, began: float) -> None:
+        """`began`: `time.monotonic` before the request that took it, whose answer may have come late."""
         self._place, self._key, self._owner, self._version = place, key, owner, version
-        self._renewed = time.monotonic()
+        self._renewed = began
         self._is_lost = False
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="ckpt-lease", daemon=True)
@@ -89,8 +90,7 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._released.wait(self._owner.seconds / _RENEWALS):
-            # The lease runs from before the request, because the answer may come late.
-            started = time.monotonic()
+            started = time.monotonic()  # the answer may come late
             try:
                 self._version = self._place.renew(self._key, _body(self._owner), self._version)
             except FileExistsError:
@@ -126,8 +126,9 @@ def acquire(place: Place, key: str) -> Lease | Busy:
     """Take the lease `key` of a place, if no living process has it. Does not wait."""
     owner = LeaseOwner.of_this_process(SECONDS)
     for _ in range(_ATTEMPTS):
+        began = time.monotonic()
         with suppress(FileExistsError):
-            return Lease(place, key, owner, place.create(key, _body(owner)))
+            return Lease(place, key, owner, place.create(key, _body(owner)), began)
         there = place.read(key)
         if there is None:
             continue  # it was released meanwhile
@@ -137,8 +138,9 @@ def acquire(place: Place, key: str) -> Lease | Busy:
             left = _seconds_left(place, key, holder)
         if left > 0:
             return Busy(holder, left)
+        began = time.monotonic()
         with suppress(FileExistsError):
-            return Lease(place, key, owner, place.replace_stale(key, _body(owner), version))
+            return Lease(place, key, owner, place.replace_stale(key, _body(owner), version), began)
     return Busy(None)
 
 
