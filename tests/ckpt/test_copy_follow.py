@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import obstore
 import pytest
@@ -20,6 +21,8 @@ from ckpt.copying import follow
 from ckpt.pipeline import Execution
 from ckpt_formats.core.errors import CkptError, CorruptError, InvalidArgumentError, LockedError, OutputError
 from ckpt_formats.core.store_path import StorePath
+from ckpt_formats.stores import bucket
+from ckpt_formats.stores.bucket_place import BucketPlace
 from ckpt_formats.stores.joined import joined, part_name, parts_of
 from ckpt_formats.stores.location import source_path
 from ckpt_formats.universal.chain import chain_file
@@ -76,6 +79,30 @@ def test_a_log_is_followed_in_parts(
     assert max(sizes) <= 20_000
     library.copy(THERE, tmp_path / "back")
     assert files(tmp_path / "back") == files(RECORDED)
+
+
+def test_a_log_that_grows_while_it_is_sent_is_copied_as_far_as_it_was_read(
+    user: StoreServer, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with a record when it is looked at, and is sent in parts, which takes a while."""
+    send, segment = BucketPlace.create_from, open_steps(run, chain_file.read(run).segments[-1])
+    names = {part_name(log.path.relative_to(run).as_posix(), 0): log.path for log in segment.logs}
+    sizes = {name: segment.nbytes_upto(rank, 4) for rank, name in enumerate(names)}
+    for name, path in names.items():
+        os.truncate(path, sizes[name])
+
+    def grow_and_send(place: BucketPlace, key: str, *rest: Any) -> str:
+        if key in names:
+            grow(run)
+        return send(place, key, *rest)
+
+    monkeypatch.setattr(bucket, "_SINGLE_REQUEST", 1 << 10)
+    monkeypatch.setattr(BucketPlace, "create_from", grow_and_send)
+    assert library.update_copy(run, THERE).last == 4
+    stored = {meta["path"]: meta["size"] for page in obstore.list(user.client, "a/") for meta in page}
+    assert {name: stored[f"a/run.chain/{name}"] for name in names} == sizes
+    assert library.update_copy(run, THERE).last == 6
+    assert ckpt("diff", f"{THERE}@6", f"{RECORDED}@6").code == 0
 
 
 def test_copy_follows_until_the_run_has_ended(user: StoreServer, run: Path) -> None:

@@ -226,9 +226,9 @@ class _ChainCopy:
         if name in there and self.done.get(name, ...) == identity:
             return
         place = self.change.place
-        is_whole = not is_remote(path) and (begin, end) == (0, path.stat().st_size)
-        part = path if is_whole else self.change.temporary / "part"
-        tag = _tag_of(path, begin, end, None if is_whole else part)
+        is_log = identity is None  # it may grow while it is sent
+        part = self.change.temporary / "part" if is_log or is_remote(path) else path
+        tag = _tag_of(path, begin, end, None if part is path else part)
         stored = there.get(name)
         if stored is not None and not self._is_equal(name, stored, part, tag):
             if self._is_named(name):
