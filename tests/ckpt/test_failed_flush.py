@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,12 @@ from ckpt.chains.chain import Chain
 from ckpt.chains.change import change
 from ckpt.chains.write import DeltaPolicy
 from ckpt.copying.sealing import seal
+from ckpt.job import save
 from ckpt.pipeline import Execution
+from ckpt.pipeline.removal import remove_checkpoint, set_aside_path
 from ckpt_formats.core import publish
 from ckpt_formats.core.files import write_sealed
+from ckpt_formats.core.folders import replaced_file
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.chain_file import ChainIndex
@@ -79,6 +83,82 @@ def check_written(disk: Disk, expected: dict[str, bytes]) -> None:
     assert files(Path("out")) == expected
     assert disk.lost
     assert not {path.stat().st_ino for path in Path("out").rglob("*") if path.is_file()} & disk.lost
+
+
+@dataclass
+class Order:
+    """What was flushed, what got a name or lost one, in this order: after a loss of power, each may be undone."""
+
+    events: list[tuple[str, str]] = field(default_factory=list)
+
+    def at(self, *event: str) -> int:
+        """When this happened last."""
+        return max(number for number, one in enumerate(self.events) if one == event)
+
+    def is_flushed_between(self, folder: Path, first: int, last: int) -> bool:
+        return ("flush", folder.name) in self.events[first:last]
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> Order:
+    order = Order()
+
+    def noted(what: str, function: Callable[..., Any], name: Callable[..., object]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            order.events.append((what, Path(os.fsdecode(name(*arguments))).name))  # type: ignore[call-overload]
+            return function(*arguments, **options)
+
+        return call
+
+    def target(source: object, target: object, flag: int = 0) -> object:
+        return target
+
+    def itself(path: object) -> object:
+        return path
+
+    for what, function, name in (
+        ("flush", "fsync", lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}")),
+        ("name", "link", target),
+        ("name", "replace", target),
+        ("remove", "unlink", itself),
+    ):
+        monkeypatch.setattr(os, function, noted(what, getattr(os, function), name))
+    monkeypatch.setattr(publish, "renameat2", noted("name", publish.renameat2, target))
+    return order
+
+
+def test_each_step_of_a_replacement_and_of_a_removal_is_on_the_disk_before_the_next(order: Order, place: Path) -> None:
+    target, seal_file = place / "out.safetensors", "out.safetensors.ckpt-seal"
+    second = replaced_file(target).name
+    for value in (1.0, 2.0):
+        save_file({"w": np.full(3, value, np.float32)}, place / f"{value}.safetensors")
+    save(open_checkpoint(place / "1.0.safetensors"), target)
+    seal(target)
+    order.events.clear()
+    save(open_checkpoint(place / "2.0.safetensors"), target, overwrite=True)
+    exchanged, unsealed = order.at("name", target.name), order.at("remove", seal_file)
+    assert order.is_flushed_between(place, order.at("name", second), exchanged)
+    assert order.is_flushed_between(place, exchanged, unsealed)
+    assert order.is_flushed_between(place, unsealed, order.at("remove", second))
+    remove_checkpoint(target)
+    aside = set_aside_path(target).name
+    assert order.is_flushed_between(place, order.at("name", aside), order.at("remove", aside))
+
+
+def test_a_list_is_on_the_disk_before_it_has_its_name_and_its_name_before_anything_is_removed(
+    order: Order, place: Path
+) -> None:
+    run = place / "run.chain"
+    Chain(run).append(next(states(1, 100)), step=1)
+    with change(run, Execution(workers=1)) as changed:
+        assert changed.chain is not None
+        (run / "step-0000000009").write_bytes(b"")
+        changed.replace(changed.chain)
+        changed.remove_leftovers()
+    listed, removed = order.at("name", chain_file.NAME), order.at("remove", "step-0000000009")
+    assert order.events[listed - 1][0] == "flush"
+    assert order.events[listed - 1][1].startswith(f".{chain_file.NAME}-")
+    assert order.is_flushed_between(run, listed, removed)
 
 
 @pytest.mark.parametrize(("name", "error"), [("00001.safetensors", errno.EIO), ("manifest.json", errno.ENOSPC)])
