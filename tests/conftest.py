@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 # Workers of pytest share the cores: a thread that waits for others in a loop takes one from what it waits for.
@@ -103,6 +104,20 @@ def _nothing_of_other_commands() -> None:
     """A process runs one command; tests run many in one."""
     notes.begin(as_json=False, verbose=False)
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment_of_stores_as_before() -> Iterator[None]:
+    """The tests of a file leave no store behind, which others would reach, or which would go when others use theirs."""
+    before = _environment_of_stores()
+    yield
+    assert _environment_of_stores() == before
+
+
+def _environment_of_stores() -> dict[str, str]:
+    return {
+        name: value for name, value in os.environ.items() if name.startswith(("AWS_", "AZURE_", "GOOGLE_", "CKPT_"))
+    }
 
 
 @pytest.fixture(scope="session")
