@@ -143,7 +143,7 @@ def record(base: str, bandwidth: float, seconds: float, rounds: int, width: int,
         ) as recorder,
     ):
         optimizer.step()
-        schedule = recorder._bases
+        schedule = recorder._run.bases
         assert schedule is not None
         assert schedule.process is not None
         bases = schedule.process

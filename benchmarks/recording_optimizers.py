@@ -109,7 +109,7 @@ def measure(make: Make, dtype: torch.dtype, width: int, steps: int, folder: Path
             optimizer.zero_grad()
             if step % 4 == 0:
                 truths[step] = copy.deepcopy(truth_of(model, optimizer))
-        way = "update" if recorder._has_updates else f"replay ({recorder.exactness})"
+        way = "update" if recorder._run.has_updates else f"replay ({recorder.exactness})"
     if recorder.broken is not None:
         raise RuntimeError(recorder.broken)
     numel = sum(one.numel() for group in optimizer.param_groups for one in group["params"])

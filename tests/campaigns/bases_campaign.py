@@ -53,8 +53,8 @@ def train(kind: Kind, mode: str, out: Path) -> None:
             recorder.note(**run.notes())
             run.save(out / f"saved-{recorder.step}")
             report["steps"] += 1
-            if recorder._bases.process is not None:
-                report["pieces"] = max(report["pieces"], len(list(filter(None, recorder._bases.process._plan))))
+            if recorder._run.bases.process is not None:
+                report["pieces"] = max(report["pieces"], len(list(filter(None, recorder._run.bases.process._plan))))
             beside = beside + 1 if is_making(recorder) else 0
             while beside > BESIDE and is_making(recorder):
                 time.sleep(0.005)
@@ -72,7 +72,7 @@ def train(kind: Kind, mode: str, out: Path) -> None:
 
 def is_making(recorder: Recorder) -> bool:
     """Does the process beside this rank make a base of what was copied?"""
-    process = recorder._bases.process if recorder._bases is not None else None
+    process = recorder._run.bases.process if recorder._run.bases is not None else None
     return process is not None and not (process._todo or process.is_ready or process.has_failed)
 
 

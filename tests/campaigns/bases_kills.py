@@ -68,7 +68,9 @@ def train(rank: int, work: Path, base: str | None, progress: Progress) -> None:
             hashes.append(hash_of(_arrays(net, stepping)))
             continue
         progress.say(rank, 2, recorder.writer_pid or 0)
-        progress.say(rank, 3, (recorder._bases and recorder._bases.process and recorder._bases.process.pid) or 0)
+        progress.say(
+            rank, 3, (recorder._run.bases and recorder._run.bases.process and recorder._run.bases.process.pid) or 0
+        )
         time.sleep(0.02)
     if recorder is not None:
         recorder.close()

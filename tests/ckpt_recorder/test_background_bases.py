@@ -100,14 +100,14 @@ class Run:
     def begin_base(self) -> BackgroundBases:
         """Take a step after which a base begins."""
         bases = self.until_ready()
-        self.recorder._bases._from = self.recorder.step + 1 - EVERY
+        self.recorder._run.bases._from = self.recorder.step + 1 - EVERY
         self.step()
-        assert self.recorder._bases._making_since == self.recorder.step
+        assert self.recorder._run.bases._making_since == self.recorder.step
         return bases
 
     @property
     def bases(self) -> BackgroundBases | None:
-        return self.recorder._bases.process
+        return self.recorder._run.bases.process
 
     def _state(self) -> Truth:
         state = {(name, MODEL): tensor.numpy().copy() for name, tensor in self.model.state_dict().items()}
@@ -337,7 +337,7 @@ def test_killed_bases_do_not_stop_training_and_others_follow(chain: Path, gate: 
         wait_for(lambda: bases.failure is not None)
         with pytest.warns(RecorderWarning, match="process that writes bases has ended"):
             run.step(3)
-        recorder._bases._from = recorder.step + 1 - EVERY
+        recorder._run.bases._from = recorder.step + 1 - EVERY
         run.step()  # this one cannot begin: another process starts
         assert run.bases is None
         run.begin_base()
@@ -355,7 +355,7 @@ def test_a_process_that_died_between_two_bases_costs_none(chain: Path) -> None:
             assert bases.pid is not None
             os.kill(bases.pid, signal.SIGKILL)
             wait_for(lambda: bases.has_failed)
-            recorder._bases._from = recorder.step + 1 - EVERY
+            recorder._run.bases._from = recorder.step + 1 - EVERY
             run.step()
             assert run.bases is None
             run.begin_base()

@@ -267,9 +267,9 @@ def test_prover_names_a_step_that_was_computed_wrongly(tmp_path: Path) -> None:
     with Recorder(net, optimizer, tmp_path / "run.chain", fingerprint=0) as recorder:
         for _ in range(22):
             train(net, optimizer)
-        recorder._log.record(lambda recording: recording.record_fingerprint(22))
-        assert recorder._proof.has_process
-        recorder._proof.wait_for(22, 60)
+        recorder._run.log.record(lambda recording: recording.record_fingerprint(22))
+        assert recorder._run.proof.has_process
+        recorder._run.proof.wait_for(22, 60)
         for _ in range(2):
             train(net, optimizer)
     verified = ckpt("verify", tmp_path / "run.chain", "--replay")

@@ -113,7 +113,7 @@ def test_a_run_with_automatic_intervals_is_restored_like_others(tmp_path: Path) 
     chain = tmp_path / "run.chain"
     recorder, truths = trained(chain, 10, bases=Bases(every="auto"), flush="auto", mtbf=0.001)
     assert recorder.broken is None
-    assert recorder._intervals.base_steps > 0
+    assert recorder._run.intervals.base_steps > 0
     assert len(chain_file.read(chain).segments) > 1
     for step in range(11):
         assert restored(chain, step) == truths[step], step

@@ -663,11 +663,11 @@ def test_what_is_flushed_after_a_failure_is_a_failure(run: Run, chain: Path, mon
         if self.messages:
             self._reason = "Input/output error"
 
-    assert recorder._log.recording is not None
+    assert recorder._run.log.recording is not None
     with monkeypatch.context() as failing:
         failing.setattr(link.WriterLink, "_listen", late)
         with pytest.raises(link.WriterBroken, match="Input/output error"):
-            recorder._log.recording.wait_until_flushed()
+            recorder._run.log.recording.wait_until_flushed()
     with pytest.warns(RecorderWarning):
         recorder.close()
 
@@ -679,7 +679,7 @@ def test_where_a_segment_for_more_tensors_cannot_begin_training_goes_on(
     more = nn.Linear(WIDTH, 2)
     model = nn.ModuleList([run.net, more])
     recorder = recorded(run, chain, retry=5)
-    recorder._model = model
+    recorder._run.model = model
     run.step(2)
     run.optimizer.add_param_group({"params": list(more.parameters())})
     for parameter in more.parameters():
