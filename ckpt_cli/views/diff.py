@@ -152,7 +152,8 @@ def _summary(first: Checkpoint, second: Checkpoint, result: Diff, unpaired: Sequ
     unequal = sum(pair.kind != "equal" for pair in compared)
     strange = [pair.sums.not_finite for pair in compared if pair.sums.not_finite]
     finite = f", {sum(strange):,} NaN or infinite in {len(strange):,} tensors" if strange else ""
-    steps = "" if result.same_step else f", step {first.origin.step} -> {second.origin.step}"
+    before, after = ("not stated" if one.origin.step is None else one.origin.step for one in (first, second))
+    steps = "" if result.same_step else f", step {before} -> {after}"
     if result.same:
         return f"the same: {len(compared)} tensors, {total.elements:,} elements, every bit{finite}{steps}"
     lacking = f", {len(unpaired)} not comparable" if unpaired else ""

@@ -22,8 +22,8 @@ from ckpt_formats.core.tensor import FileBlob, Tensor
 from ckpt_formats.core.text import printable
 
 BY_ORDER = (
-    "the optimizer's states have numbers, not names, and their shapes allow several orders. They were matched in the "
-    "order of the model's tensors; if yours differs, give --param-order"
+    "numbered states were matched in the order of the model's tensors, because their shapes allow several orders. "
+    "Give --param-order if this optimizer has another one"
 )
 """The notice if only the order decided."""
 _FIRST_VALUES = 64
