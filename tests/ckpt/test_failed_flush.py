@@ -5,6 +5,7 @@ After a failed fsync, Linux calls the lost pages clean: the next fsync of the sa
 
 import ctypes
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from ckpt.chains.write import DeltaPolicy
 from ckpt.copying.sealing import seal
 from ckpt.job import save
 from ckpt.pipeline import Execution
+from ckpt.pipeline import target as life
+from ckpt.pipeline.folder_target import sweep
 from ckpt.pipeline.removal import remove_checkpoint, set_aside_path
 from ckpt_formats.core import publish
 from ckpt_formats.core.files import write_sealed
@@ -276,13 +279,43 @@ def test_convert_names_a_file_system_that_cannot_rename_a_folder(
             raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source), None, str(target))
         rename(source, target)
 
-    monkeypatch.setattr(publish, "_renameat2", lambda: None)  # a kernel without the call
-    monkeypatch.setattr(os, "rename", across)
-    failed = ckpt(*COMMAND, *shard)
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "_renameat2", lambda: None)  # a kernel without the call
+        patch.setattr(os, "rename", across)
+        failed = ckpt(*COMMAND, *shard)
     assert failed.code == OUTPUT
     assert "the file system cannot rename it to the target" in failed.err
     assert "ckpt doctor" in failed.err
     assert not Path("out").exists()
+    # What was written is kept for the next run, whatever has the name meanwhile, and for however long.
+    for path in Path().glob(".out*/*"):
+        os.utime(path, (0, 0))
+    Path("out").mkdir()
+    sweep(Path())
+    Path("out").rmdir()
+    done = ckpt(*COMMAND, *shard, "--json")
+    assert (done.code, json.loads(done.out)["resumed_files"] > 0) == (0, True), done.out
+
+
+@pytest.mark.slow
+def test_shards_leave_a_target_that_has_come_from_elsewhere_and_do_not_take_it_for_theirs(
+    expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def intrude(point: life.Point) -> None:
+        if point == "before rename":
+            Path("out").mkdir()
+
+    assert ckpt(*COMMAND, "--shard", "0/2").code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(life, "reached", intrude)
+        assert ckpt(*COMMAND, "--shard", "1/2").code == OUTPUT
+    for shard in ("0/2", "1/2"):
+        again = ckpt(*COMMAND, "--shard", shard)
+        assert (again.code, "exists already" in again.err) == (OUTPUT, True)
+    assert not any(Path("out").iterdir())
+    Path("out").rmdir()
+    assert ckpt(*COMMAND, "--shard", "1/2").code == 0
+    assert files(Path("out")) == expected
 
 
 def test_an_error_without_a_file_is_not_one_of_standard_output(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

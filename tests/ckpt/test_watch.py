@@ -104,6 +104,25 @@ def test_watch_prunes_no_checkpoint_in_which_an_older_file_came_since(tmp_path: 
     assert (run / "checkpoint-1").is_dir()
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_watch_prunes_no_checkpoint_of_which_a_file_beside_the_weights_came_or_changed_since(
+    is_new: bool, tmp_path: Path
+) -> None:
+    """As one of a slow rank does, with the state of its random numbers."""
+    run, place = tmp_path / "run", tmp_path / "copies"
+    for step in (1, 2):
+        save(run, step)
+    watched(run, place)
+    (run / "checkpoint-1" / ("late.txt" if is_new else "mine.txt")).write_text("of STEP 1")
+    save(run, 3)
+    assert [one.partition(":")[0] for one in watched(run, place, keep="last:1")] == [
+        "skipped checkpoint-1",
+        "copy checkpoint-3",
+        "pruned checkpoint-2",
+    ]
+    assert (run / "checkpoint-1").is_dir()
+
+
 def test_new_checkpoints_come_when_they_are_whole_and_after_those_before_them(tmp_path: Path) -> None:
     new = NewCheckpoints(tmp_path, EVERY)
 

@@ -195,10 +195,11 @@ class FolderTarget(StagedTarget):
         life.reached("before rename")
         try:
             rename_new(data if self.product is None else data / self.product, self.path)
-        except FileExistsError:
-            if self.is_shared:
-                self.notes.delete([PUBLISHED])
-            raise exists(self.path) from None
+        except OSError as error:
+            self.notes.delete([PUBLISHED])  # with it, what was written would be removed as what is left over
+            if isinstance(error, FileExistsError):
+                raise exists(self.path) from None
+            raise
         life.reached("renamed")
         if not (flush(self.path.parent) and is_flushed):
             self.notices = (UNFLUSHED,)

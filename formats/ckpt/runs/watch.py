@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 from ckpt.chains.append import append, plan_append
 from ckpt.chains.write import DeltaPolicy
 from ckpt.compare import diff
+from ckpt.copying.compare import digest_of
 from ckpt.copying.copy import Copy
 from ckpt.job import AnyProgress
 from ckpt.pipeline import Execution, Resources
@@ -225,7 +226,7 @@ class _Store(ABC):
     def holds(self, path: Path, step: int | None) -> bool:
         """Whether a checkpoint may be removed: its state of now is stored here.
 
-        This process stored and verified it; or else, after a restart, all its values and extras are compared.
+        This process stored and verified it; or else, after a restart or a change, both are compared.
         """
         try:
             stored = self.stored(path, step)
@@ -235,11 +236,14 @@ class _Store(ABC):
             if self.added.get(path) == state:
                 return True
             if (path, state) not in self._same:
-                own = open_whole(path, ReadOptions())
-                self._same[path, state] = diff(own, stored, resources=self.execution).same
+                self._same[path, state] = self._is_same(path, stored)
             return self._same[path, state]
-        except CkptError:
+        except (CkptError, OSError):
             return False
+
+    @abstractmethod
+    def _is_same(self, path: Path, stored: Checkpoint) -> bool:
+        """Whether all that is stored of checkpoints here is as it is in the run. Both are read."""
 
 
 @dataclass
@@ -290,6 +294,9 @@ class _Chain(_Store):
         is_there = any(member.step == step for member in chain.members)
         return open_state(self.place, chain, step) if is_there and step is not None else None
 
+    def _is_same(self, path: Path, stored: Checkpoint) -> bool:
+        return diff(open_whole(path, ReadOptions()), stored, resources=self.execution).same
+
 
 @dataclass
 class _Copies(_Store):
@@ -325,6 +332,15 @@ class _Copies(_Store):
     def stored(self, path: Path, step: int | None) -> Checkpoint | None:
         copied = listed_again(self.place) / path.name
         return open_whole(copied, ReadOptions()) if copied.exists() else None
+
+    def _is_same(self, path: Path, stored: Checkpoint) -> bool:
+        """A file that is no part of the checkpoint may have changed, or come, since it was copied."""
+        copied = listed_again(self.place) / path.name
+        pairs = [
+            (one.path, copied / one.name if copied.is_dir() else copied)
+            for one in Copy(path, copied, everything=True).files
+        ]
+        return all(copy.is_file() and digest_of(own) == digest_of(copy) for own, copy in pairs)
 
 
 def _raw_nbytes(checkpoint: Checkpoint) -> int:
