@@ -157,6 +157,19 @@ def test_damage_in_the_log_ends_the_steps_before_it_and_is_named_until_a_repair(
     assert (shadow.step, shadow.status.damage) == (12, None)
 
 
+def test_shadow_once_names_damage_when_the_list_changes_meanwhile(run: Path) -> None:
+    path = run / "gradients-0000000000" / rank_file(0)
+    content = bytearray(path.read_bytes())
+    content[next(one.begin for one in open_segment(path.parent).records(0, Kind.GRADIENTS) if one.step == 7)] ^= 1
+    path.write_bytes(content)
+
+    def report(event: ShadowEvent) -> None:  # another process puts the list again after each step
+        os.utime(run / chain_file.NAME, ns=(event.status.step or 0,) * 2)
+
+    with pytest.raises(CorruptError, match="steps 7 to 12 cannot be restored"):
+        follow(Shadow(run, resources=ONE), report, threading.Event(), once=True)
+
+
 def test_log_that_is_shorter_than_the_chain_states_is_damaged_for_a_shadow(run: Path) -> None:
     logged = chain_file.load(run / chain_file.NAME).segments[0]
     (run / chain_file.NAME).write_bytes(chain_file.dump(ChainIndex((), (replace(logged, step=12),))))

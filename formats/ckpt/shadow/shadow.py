@@ -190,8 +190,7 @@ class Shadow:
         changed = self._list_changed()
         if changed or (self._has_next and state.step == self._limit):
             self._follow_list(state)
-            is_later = changed and self._limit is not None and state.step < self._limit
-            self.has_more = self._state is not state or is_later
+            self.has_more = changed or self._state is not state  # the next poll says what the new list means
         elif upto is None and not self._holds:
             self.damage = self._damage(state, self._limit)
         return 0
