@@ -284,6 +284,44 @@ def test_leftovers_of_killed_steps_are_removed_although_all_steps_stay(tmp_path:
     assert sorted(run.rglob("*")) == files
 
 
+@pytest.mark.slow
+def test_retention_counts_steps_that_can_be_restored_in_all_epochs(tmp_path: Path) -> None:
+    run = tmp_path / "policy.chain"
+    for step in (1, 2, 3, 4):
+        publish(run, [step])  # a base
+    head = (run / HEAD).read_bytes()
+    publish(run, [4, 5, 7])
+    (run / HEAD).write_bytes(head)
+    (run / StepName(1, 5).key).unlink()  # the record of step 7 was put, and is never published
+    publish(run, [4, 6])
+    assert head_of(run).record.name == StepName(2, 6)
+    with open_publication(run, model()) as publication:
+        assert remove_unneeded(publication, "last:3", grace=0.0) > 0
+    names = {path.stem for path in (run / "published" / "steps").iterdir()}
+    assert names == {str(StepName(*name)) for name in ((1, 3), (1, 4), (1, 7), (2, 4), (2, 6))}
+    assert open_checkpoint(tmp_path / "policy.chain@3").origin.step == 3
+    assert_step(run, 6)
+
+
+@pytest.mark.slow
+def test_retention_follows_the_parents_of_steps_past_a_base_that_was_never_published(tmp_path: Path) -> None:
+    run, ranks = tmp_path / "policy.chain", Ranks(model())
+    with open_publication(run, ranks.model) as publication:
+        ranks.start(publication, 1)
+        head = (run / HEAD).read_bytes()
+        ranks.publish(publication, 2)
+    publish(run, [3])  # a base
+    record = (run / StepName(1, 3).key).read_bytes()
+    (run / StepName(1, 3).key).unlink()
+    (run / HEAD).write_bytes(head)
+    with open_publication(run, ranks.model) as publication:  # step 2 follows the head
+        ranks.start(publication, 2)
+        (run / StepName(1, 3).key).write_bytes(record)  # its head was refused, and the run went on
+        ranks.publish(publication, 4)
+        remove_unneeded(publication, "last:1", grace=0.0)
+    assert_step(run, 4)
+
+
 def test_model_is_read_up_to_its_own_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A description may be larger than what places read unless they are told how much."""
     read, run = FolderPlace.read, tmp_path / "policy.chain"

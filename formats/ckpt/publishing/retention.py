@@ -1,11 +1,13 @@
 """Remove what the last steps of a published chain do not need, once no follower reads it any more.
 
 Nothing is noted for that: what is no longer needed follows from the times of objects, so any publisher can go on. The
-steps that stay are counted from the last step that was published at least ten minutes ago.
+steps that stay are counted from the last step that was published at least ten minutes ago, through all epochs.
 """
 
 import re
 import time
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
 from typing import Annotated
 
 from ckpt.publishing.publication import Publication
@@ -50,11 +52,13 @@ def remove_unneeded(publication: Publication, keep: KeepSteps, grace: float = GR
     superseded = [name for name in names if steps[name] in old]
     if not superseded:
         return 0
-    of_epoch = [name for name in superseded if name.epoch == superseded[-1].epoch]
-    stays = of_epoch[0] == names[0] and len(of_epoch) <= int(keep.partition(":")[2])
+    number = int(keep.partition(":")[2])
+    stays = superseded[0] == names[0] and len(superseded) <= number
     if stays and not _has_leftovers(publication, old):
         return 0  # nothing is read of the records while all steps stay
-    first = _base_of(publication, of_epoch, of_epoch[-int(keep.partition(":")[2]) :][0])
+    first = _first_needed(publication, names, superseded, number, entries)
+    if first is None:
+        return 0
     needed = {steps[name] for name in names if name >= first}
     for key in entries:
         fold = parse_fold_name(stems[key]) if key.startswith("folds/") else None
@@ -88,13 +92,55 @@ def _has_leftovers(publication: Publication, old: set[str]) -> bool:
     return objects > records * len(model.pieces) + 1 + len(model.files)
 
 
-def _base_of(publication: Publication, names: list[StepName], name: StepName) -> StepName:
-    """The last base up to a step; `names` are those of its epoch, in their order."""
-    earlier = [other for other in names if other <= name]
-    while earlier:
-        some, earlier = earlier[-_AT_ONCE:], earlier[:-_AT_ONCE]
-        publication.load_records([one.key for one in some])
-        base = next((one for one in reversed(some) if publication.record_at(one.key).is_base), None)
+def _first_needed(
+    publication: Publication,
+    names: Sequence[StepName],
+    superseded: Sequence[StepName],
+    number: int,
+    keys: Collection[str],
+) -> StepName | None:
+    """The first base that the last `number` of the superseded steps need; None if none of them can be restored.
+
+    Steps are counted as readers list them: of several epochs with the same step, the last one. One that cannot be
+    restored counts for nothing, such as a record that a killed process has left after steps that are gone.
+    """
+    bases: dict[StepName, StepName | None] = {}
+    counted: dict[int, StepName] = {}
+    for name in reversed(superseded):
+        if len(counted) == number:
+            break
+        base = _base_of(publication, names, name, keys, bases)
         if base is not None:
-            return base
-    return names[0]
+            counted.setdefault(name.step, base)
+    return min(counted.values(), default=None)
+
+
+def _base_of(
+    publication: Publication,
+    names: Sequence[StepName],
+    name: StepName,
+    keys: Collection[str],
+    bases: dict[StepName, StepName | None],
+) -> StepName | None:
+    """The base with which the way to a step begins; None if a record or an object on the way is missing.
+
+    `names`: all steps, in their order; `keys`: of all objects of the chain, without its folder; `bases`: what is known
+    of steps, to which this adds.
+    """
+    way, at = list[StepName](), name
+    while at not in bases:
+        end = bisect_right(names, at)
+        if end == 0 or names[end - 1] != at:
+            bases[at] = None
+            break
+        publication.load_records([one.key for one in names[max(0, end - _AT_ONCE) : end] if one not in bases])
+        way.append(at)
+        record = publication.record_at(at.key)
+        if not all(key.removeprefix(f"{FOLDER}/") in keys for key in publication.objects_of(at.key)):
+            bases[at] = None
+        elif record.parent is None:
+            bases[at] = at
+        else:
+            at = record.parent.name
+    bases.update(dict.fromkeys(way, bases[at]))
+    return bases[at]
