@@ -23,8 +23,10 @@ from ckpt_formats.core.errors import InvalidArgumentError, LockedError
 from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.place import Version
 from ckpt_formats.stores import bucket
+from ckpt_formats.universal.gradients.segment import open_segment
 from clusters import dask_processes, environment, files
 from damage import SAMPLES, ckpt
+from gradient_logs import small_log
 from object_stores import BUCKET, StoreServer, reached
 from shard_kills import FORMATS, Campaign
 
@@ -370,3 +372,24 @@ def test_a_cluster_writes_into_a_store(server: StoreServer, local: dict[str, byt
                 k: v for k, v in local.items() if k.startswith("packs/")
             }
         assert urlsplit(url).scheme == "s3"
+
+
+@pytest.mark.slow
+def test_shards_of_a_step_agree_while_its_log_grows(tmp_path: Path) -> None:
+    run = tmp_path / "run.chain"
+    segment = open_segment(small_log(9).write(run))
+    later = {segment.path(rank): segment.path(rank).read_bytes() for rank in range(2)}
+    for rank, path in enumerate(later):
+        os.truncate(path, segment.nbytes_upto(rank, 7))
+
+    def job(step: int) -> library.Job:
+        return library.Job(library.Chain(run)[step], tmp_path / "out", library.Universal(pack_nbytes=1))
+
+    assert job(5).run_shard(0, 2).status == "pending"
+    for path, content in later.items():
+        with path.open("ab") as file:
+            file.write(content[path.stat().st_size :])
+    assert job(6).id != job(5).id, "shards of two steps would write one target"
+    assert job(5).run_shard(1, 2).status == "written"
+    assert library.Chain(run).last == 9
+    assert library.diff(library.open(tmp_path / "out"), library.Chain(run)[5]).same

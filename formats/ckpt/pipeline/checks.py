@@ -137,8 +137,15 @@ def seals_error(broken: list[Seal]) -> CorruptError:
 def job_id(source: Checkpoint, identities: Identities, format: WritableFormat) -> str:
     """A digest of the source's history, of the files that are read, and of the format with all its options.
 
-    An interrupted run is continued only by a job with the same id.
+    An interrupted run is continued only by a job with the same id. Of a log, only the records that are read count: a
+    run may append others meanwhile.
     """
-    # The number of a device may change when the machine restarts.
-    files = {path.absolute(): replace(identity, device=0) for path, identity in identities.items()}
+    files = {path.absolute(): _lasting(identity) for path, identity in identities.items()}
     return fingerprint((WRITTEN_BY, source.path, source.history, files, format.name, format.identity()))
+
+
+def _lasting(identity: Identity) -> Identity:
+    """What stays of an identity: the number of a device may change when the machine restarts, and a log grows."""
+    if identity.records is None:
+        return replace(identity, device=0)
+    return replace(identity, device=0, nbytes=0, mtime_ns=0)

@@ -95,6 +95,8 @@ def replaced(files: Rows, identities: Mapping[Path, Identity]) -> Path | None:
 
 
 def _identity_hash(identity: Identity) -> int:
+    if identity.records is not None:
+        return identity.records  # a run may append to a log between two processes that open it
     return _hash(f"{identity.nbytes} {identity.mtime_ns}")
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,6 +36,8 @@ class Identity:
     inode: int
     nbytes: int
     mtime_ns: int
+    records: int | None = field(default=None, compare=False)
+    """Of a log: a hash of all its records that are read, which are the same when it has grown; None: not known."""
 
     @classmethod
     def of(cls, result: os.stat_result) -> "Identity":
@@ -89,8 +91,14 @@ def note(path: Path, result: os.stat_result, known: Identities) -> None:
     """
     now = Identity.of(result)
     befores = (known.get(path, now), *(record.setdefault(path, now) for record in _RECORDS.get()))
-    if not all(_is_same(path, before, now) for before in befores):
+    if not all(is_same(path, before, now) for before in befores):
         raise _changed(path)
+
+
+def note_records(path: Path, digest: int) -> None:
+    """Record which part of a log is read: a hash of its records. Raises `OSError` if the file is missing."""
+    for record in _RECORDS.get():
+        record[path] = replace(record.get(path) or Identity.of(path.stat()), records=digest)
 
 
 def changes(identities: Identities, is_whole: bool = False) -> Iterator[CkptError]:
@@ -105,7 +113,7 @@ def changes(identities: Identities, is_whole: bool = False) -> Iterator[CkptErro
         except OSError as error:
             yield IncompleteError(f"was removed while it was read: {error.strerror}", where=path, hint=_HINT)
             continue
-        if now != before if is_whole else not _is_same(path, before, now):
+        if now != before if is_whole else not is_same(path, before, now):
             yield _changed(path)
 
 
@@ -118,7 +126,7 @@ def check_unchanged(identities: Identities, is_whole: bool = False) -> None:
         raise errors[0]
 
 
-def _is_same(path: Path, before: Identity, now: Identity) -> bool:
+def is_same(path: Path, before: Identity, now: Identity) -> bool:
     """Whether a file is the one that it was: a log may have grown."""
     if now == before:
         return True

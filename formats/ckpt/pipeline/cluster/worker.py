@@ -18,7 +18,7 @@ from ckpt.pipeline.target import SharedTarget, run_has_ended
 from ckpt.pipeline.write_files import write_files
 from ckpt_formats.core.errors import OutputError
 from ckpt_formats.core.format import Receipt
-from ckpt_formats.core.identity import Identities, Identity
+from ckpt_formats.core.identity import Identities, Identity, is_same
 from ckpt_formats.core.seal_checks import ListedSeals
 from ckpt_formats.core.version import VERSION
 
@@ -147,7 +147,7 @@ class _LocalIdentities(Mapping[Path, Identity]):
             there = self._identities[path]
             here = Identity.of(path.stat())
             alike = replace(there, device=here.device, inode=here.inode)
-            self._local[path] = here if alike == here else there
+            self._local[path] = here if is_same(path, alike, here) else there
         return self._local[path]
 
     def __iter__(self) -> Iterator[Path]:

@@ -108,6 +108,8 @@ class LogRecord:
     """The size of all chunks."""
     flushed: int
     """The number of bytes of the file that were flushed to the disk when the record was written."""
+    hash: int
+    """The hash of its head, which the next record names: so it is one of all bytes of the file up to its end."""
 
     def read_meta(self, path: Path, reader: Reader) -> dict[str, Any]:
         """All fields of its text, typed JSON that is not decoded. Raises `CorruptError`."""
@@ -270,7 +272,6 @@ class _ScannedRecord:
     body_hash: int
     before: int
     """The hash of the head before its own."""
-    own_hash: int
 
 
 def _scan(path: Path, file: OpenFile, head: FileHead, check_from: int | None) -> RankLog:
@@ -289,7 +290,7 @@ def _scan(path: Path, file: OpenFile, head: FileHead, check_from: int | None) ->
             torn, damaged = str(reason), _damaged_steps(file, end, nbytes, head.first, records, previous)
             break
         records.append(one.record)
-        end, previous = one.body + one.body_nbytes, one.own_hash
+        end, previous = one.body + one.body_nbytes, one.record.hash
         flushed = max(flushed, one.record.flushed)
         unflushed.append(one)
         if check_from is None and len(unflushed) >= limit:
@@ -385,7 +386,7 @@ def _scan_after(log: RankLog, file: OpenFile, head: FileHead, check_from: int, m
             torn = f"the values of step {one.record.step} do not fit their hash"
             break
         records.append(one.record)
-        end, previous = one.body + one.body_nbytes, one.own_hash
+        end, previous = one.body + one.body_nbytes, one.record.hash
     return RankLog(log.path, tuple(records), end, previous, torn)
 
 
@@ -437,9 +438,9 @@ def _next(file: OpenFile, at: int, nbytes: int, previous: int | None, known: dic
     meta = _shared({key: value for key, value in meta.items() if key not in LARGE}, known)
     record = LogRecord(
         *(Kind(kind), step, meta),
-        *(begin, meta_nbytes, count, total, flushed if is_natural(flushed) else 0),
+        *(begin, meta_nbytes, count, total, flushed if is_natural(flushed) else 0, own_hash),
     )
-    return _ScannedRecord(record, at, begin + meta_nbytes + directory_nbytes, body_nbytes, body, before, own_hash)
+    return _ScannedRecord(record, at, begin + meta_nbytes + directory_nbytes, body_nbytes, body, before)
 
 
 def _shared(value: Any, known: dict[str, Any]) -> Any:

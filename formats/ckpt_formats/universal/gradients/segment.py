@@ -215,6 +215,10 @@ class Segment:
         later = (record.begin for record in self.logs[rank].records if record.step > step)
         return min((begin - HEAD.size for begin in later), default=self.logs[rank].end)
 
+    def hash_upto(self, rank: int, step: int) -> int:
+        """A hash of all records of a rank that the state at a step needs: they are the same when the log has grown."""
+        return next((record.hash for record in reversed(self.logs[rank].records) if record.step <= step), 0)
+
     def notes(self, step: int, reader: Reader) -> dict[str, Value]:
         """The notes of a step, by name. All ranks have the same notes; these are those of rank 0."""
         notes: dict[str, Value] = {}

@@ -24,6 +24,7 @@ from ckpt_formats.core.computed_blobs import DerivedBlob
 from ckpt_formats.core.dtypes import DTYPES, DType
 from ckpt_formats.core.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError
 from ckpt_formats.core.files import Reader
+from ckpt_formats.core.identity import note_records
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.state_names import from_stored
 from ckpt_formats.core.tensor import ArrayBlob, Blob, Tensor
@@ -63,7 +64,10 @@ def checkpoint_at(segment: Segment, step: int, base: Base | None) -> Checkpoint:
             where=segment.folder,
             hint="If the run continues, later steps appear when it writes them.",
         )
-    return checkpoint_of(replay_to(segment, step, base), None if base is None else base.checkpoint)
+    checkpoint = checkpoint_of(replay_to(segment, step, base), None if base is None else base.checkpoint)
+    for rank in range(len(segment.logs)):
+        note_records(segment.path(rank), segment.hash_upto(rank, step))
+    return checkpoint
 
 
 def checkpoint_of(replay: SegmentReplay, source: Checkpoint | None) -> Checkpoint:
