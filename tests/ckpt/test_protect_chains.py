@@ -23,11 +23,13 @@ from ckpt_formats.core.files import Reader
 from ckpt_formats.parity.blocks import find_parity, has_parity, parity_folder
 from ckpt_formats.parity.copies import manifest_copies
 from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.published.records import HEAD
 from damage import BROKEN
 from damage import ckpt as command
 from gradient_logs import small_log
 from held import checkpoint, contents, flip, parameter
 from protect_campaign import contents_of
+from published_ranks import publish
 
 ONE = Execution(workers=1)
 FULL = 16
@@ -330,7 +332,7 @@ def test_a_repair_cuts_off_nothing_that_a_run_recorded_after_its_chain_was_prote
     grown.write_bytes(whole[grown.relative_to(run).as_posix()])
     (run / chain_file.NAME).unlink()
     done = command("repair", run)
-    assert (done.code, "logs that have grown" in done.err) == (0, True), done
+    assert (done.code, "that have grown" in done.err) == (0, True), done
     assert contents_of(run).items() >= whole.items()
     verified = command("verify", run, "--json")
     assert (verified.code, json.loads(verified.out)["parity"]["grown"]) == (0, [str(grown)])
@@ -356,6 +358,33 @@ def test_a_repair_cuts_off_nothing_that_a_run_recorded_after_its_chain_was_prote
     (run / "aside").rename(grown)
     assert command("repair", run).code == 0
     assert contents_of(run).items() >= whole.items()
+
+
+@pytest.mark.slow
+def test_repair_leaves_the_head_of_a_published_chain_in_which_steps_were_published_since(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "policy.chain"
+    run.parent.mkdir()
+    publish(run, [1, 2])
+    for folder in (run, run.parent):
+        ckpt.protect(folder, 2)
+    whole = contents_of(run)
+    head, protected = run / HEAD, whole[HEAD]
+    share = max((run / "published" / "objects").iterdir(), key=lambda path: path.stat().st_size)
+    for step, folder in ((3, run), (4, run.parent)):
+        publish(run, [step - 1, step])
+        now = head.read_bytes()
+        flip(share, 5000)
+        done = command("repair", folder, "--json")
+        assert (done.code, json.loads(done.out)["grown"]) == (0, [str(head)]), done
+        assert head.read_bytes() == now
+        assert share.read_bytes() == whole[share.relative_to(run).as_posix()]
+        assert ckpt.Chain(run).last == step
+    head.write_bytes(b"")
+    assert "repaired 1 of 1 file" in command("repair", run).out
+    assert head.read_bytes() == protected
+    publish(run, [4, 5])  # it finds the records after the head
+    assert ckpt.Chain(run).last == 5
+    assert command("verify", run).code == 0
 
 
 def test_packs_of_removed_states_that_others_need_are_repaired(tmp_path: Path) -> None:

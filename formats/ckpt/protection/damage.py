@@ -15,7 +15,7 @@ from ckpt.pipeline.executors import run_tasks
 from ckpt.protection.wrong_hashes import wrong_hashes
 from ckpt_codecs.base import Array
 from ckpt_formats.core.arguments import Checked, Count
-from ckpt_formats.core.errors import CkptError
+from ckpt_formats.core.errors import CkptError, UnsupportedError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.folders import file_nbytes
 from ckpt_formats.core.identity import LOG
@@ -34,6 +34,8 @@ from ckpt_formats.parity.copies import ManifestCopy, copy_at
 from ckpt_formats.parity.manifest import HASH_NBYTES, BlockHashes
 from ckpt_formats.universal.chain.folder import is_growing
 from ckpt_formats.universal.gradients.segment import layout_and_heads, rank_file
+from ckpt_formats.universal.published.records import HEAD, MAX_HEAD, Head
+from ckpt_formats.universal.published.steps import read_file
 
 _TOGETHER = 8
 """Stripes of one task."""
@@ -74,19 +76,23 @@ class Damage:
     grown: frozenset[Path] = frozenset()
     """Logs that are longer than they were protected, and damaged ones into which a run records. They stay: a repair
     would cut off what was recorded since, or what the run records next."""
+    heads: frozenset[Path] = frozenset()
+    """Those of published chains that are whole and not as they were protected: a run has published steps since."""
     copies: Mapping[Path, str] = field(default_factory=dict)
     """What is wrong with copies of the manifest."""
 
     @property
     def is_whole(self) -> bool:
         """Whether nothing is wrong."""
-        return not self.bad and not self.lengths and not self.copies
+        return not self.files()
 
     def files(self) -> tuple[DamagedFile, ...]:
         """The files that are not as they should be, by path; parity last."""
         bad, ranges = defaultdict[Path, int](int), defaultdict[Path, list[BlockPlace]](list)
         for at in self.bad:
             place = self.folder.place(at)
+            if place.path in self.heads:
+                continue
             bad[place.path] += 1
             if at in self.irreplaceable:
                 ranges[place.path].append(place)
@@ -170,7 +176,12 @@ def find_damage(
         and (more > 0 or (more == 0 and path in changed and is_growing(path.parent)))
         and _is_own_log(folder, path, bad)
     )
-    lengths = frozenset(path for path, more in more_nbytes.items() if more) - grown
+    heads = frozenset(
+        path
+        for path, more in more_nbytes.items()
+        if (more or path in changed) and path.as_posix().endswith(f"/{HEAD}") and _is_head(path)
+    )
+    lengths = frozenset(path for path, more in more_nbytes.items() if more) - grown - heads
 
     def look(blocks: Iterable[BlockAddress], candidates: Callable[[Path], Iterable[Path | None]]) -> None:
         for at in sorted(blocks, key=lambda at: (at.group, at.stripe, at.column)):
@@ -184,8 +195,9 @@ def find_damage(
     look(bad - elsewhere.keys(), lambda path: [leftover(path)])
     # Copies may be far away: of them, only what parity cannot replace is read.
     look(list(too_many(folder, bad - elsewhere.keys())), lambda path: _copies(folder, path, others))
-    irreplaceable = {*too_many(folder, bad - elsewhere.keys()), *(at for at in bad if folder.place(at).path in grown)}
-    return Damage(folder, bad, elsewhere, frozenset(irreplaceable), lengths, grown, copies)
+    stays = grown | heads
+    irreplaceable = {*too_many(folder, bad - elsewhere.keys()), *(at for at in bad if folder.place(at).path in stays)}
+    return Damage(folder, bad, elsewhere, frozenset(irreplaceable), lengths, grown, heads, copies)
 
 
 def _is_own_log(folder: ProtectedFolder, path: Path, bad: Collection[BlockAddress]) -> bool:
@@ -201,6 +213,20 @@ def _is_own_log(folder: ProtectedFolder, path: Path, bad: Collection[BlockAddres
     except (CkptError, OSError, StopIteration):
         return False
     return there == head
+
+
+def _is_head(path: Path) -> bool:
+    """Whether a file is there and is the head of a published chain, not damaged."""
+    try:
+        data = read_file(path, MAX_HEAD)
+        if data is None:
+            return False
+        Head.from_bytes(data, path)
+    except UnsupportedError:
+        return True  # of a later version
+    except CkptError:
+        return False
+    return True
 
 
 def wrong_copies(folder: ProtectedFolder) -> dict[Path, str]:

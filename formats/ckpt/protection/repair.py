@@ -77,8 +77,8 @@ class Repair(Checked):
     """Repaired segments of a log that do not fit their own checksums, and why: they were damaged when protected."""
 
     grown: tuple[str, ...] = ()
-    """Logs that have more records than were protected, and damaged ones into which a run records. They stay as they
-    are: a repair would cut these records off."""
+    """Logs that have more records than were protected, damaged ones into which a run records, and heads of published
+    chains in which steps were published since. They stay as they are: a repair would cut the later steps off."""
 
     @property
     def unrepairable(self) -> tuple[DamagedFile, ...]:
@@ -156,7 +156,7 @@ def repair(
         lost_tensors=_tensors_in(root, files),
         unnamed_parity=folder.unnamed,
         damaged_before=() if dry_run else _damaged_before(files),
-        grown=tuple(sorted(map(str, damage.grown))),
+        grown=tuple(sorted(map(str, damage.grown | damage.heads))),
     )
 
 
