@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from ckpt_formats.parity.code import multiply, parity_matrix
 from damage import BROKEN, NOT_FOUND, SAMPLES
 from damage import ckpt as command
 from effort import TIMES
+from killing import killed, points
 from protect_campaign import DamagedFolders, Kills, codes, contents_of, fill, patterns
 
 ZERO1 = SAMPLES / "deepspeed-0.19-zero1-bf16-dp2"
@@ -266,6 +268,32 @@ def test_the_new_state_counts_if_parity_elsewhere_was_replaced_and_the_manifest_
         assert not result.unrepairable
         assert {name: (root / name).read_bytes() for name in "xyz"} == whole
     assert not ckpt.repair(root, parity=[a, b], resources=TWO).damaged
+
+
+@pytest.mark.slow
+def test_parity_elsewhere_repairs_files_wherever_its_replacement_was_killed(tmp_path: Path) -> None:
+    """At the last changes, from those on when the new parity is elsewhere and the old manifest with the files."""
+
+    def protected(name: str) -> tuple[Path, list[Path]]:
+        root, places = tmp_path / name / "run", [tmp_path / name / "a", tmp_path / name / "b"]
+        fill(root, {one: os.urandom(99) for one in "xyz"})
+        ckpt.protect(root, 2, into=places, resources=TWO)
+        (root / "x").write_bytes(b"later" * 50)
+        return root, places
+
+    def replace(root: Path, places: list[Path]) -> Callable[[], object]:
+        return lambda: ckpt.protect(root, 2, into=places, overwrite=True, resources=TWO)
+
+    counted, places = protected("counted")
+    count = points(replace(counted, places), counted.parent)
+    for point in range(count - 10, count):
+        root, places = protected(str(point))
+        assert killed(replace(root, places), root.parent, point)
+        (root / "y").unlink()
+        assert not ckpt.repair(root, parity=places, resources=TWO).unrepairable, point
+        assert (root / "x").read_bytes() == b"later" * 50
+        replace(root, places)()
+        assert os.listdir(root / ".ckpt-parity") == ["manifest"]
 
 
 def test_places_of_parity_are_named_in_any_order_and_new_ones_take_what_is_lost(tmp_path: Path) -> None:

@@ -622,8 +622,9 @@ def _publish(work: _Work) -> None:
             base.rmdir()  # an empty one
         give_name(folder, base, _is_replaced(plan, base))
     # Until here, an interrupted run goes on.
-    for name in (PLAN, _JOURNAL):
-        (work.folder / name).unlink(missing_ok=True)
+    is_replaced = not is_remote(own) and plan.overwrite and os.path.lexists(own)
+    if not (is_replaced and plan.elsewhere):
+        _remove_notes(work.folder)
     for folder in work.elsewhere.values():
         if folder.parent == work.folder:
             shutil.rmtree(folder)
@@ -633,4 +634,11 @@ def _publish(work: _Work) -> None:
         upload(work.folder, own)
     else:
         flush(work.folder)
-        give_name(work.folder, own, plan.overwrite and os.path.lexists(own))
+        give_name(work.folder, own, is_replaced)
+        _remove_notes(own)  # `find_parity` knows by them that the state counts which parity elsewhere has already
+
+
+def _remove_notes(folder: Path) -> None:
+    """Remove what an interrupted run would need to go on."""
+    for name in (PLAN, _JOURNAL):
+        (folder / name).unlink(missing_ok=True)
