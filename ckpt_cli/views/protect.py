@@ -114,12 +114,13 @@ def _show(done: "Repair") -> None:
 
 
 def _note_rest(done: "Repair") -> None:
-    """Note logs and published chains that have grown, where parity lies that was not read, and the option that names it."""
+    """Note what has grown, where parity lies that was not read, and the option that names it."""
     if done.grown:
         names = list_names(list(done.grown), lambda one: printable(_name(done.path, Path(one))))
         notes.note(
             f"of logs and published chains that have grown since they were protected, later steps have no parity, and "
-            f"these files stay as they are: {names}; protect what is there now: ckpt protect {printable(str(done.path))} --overwrite"
+            f"these files stay as they are: {names}; "
+            f"protect what is there now: ckpt protect {printable(str(done.path))} --overwrite"
         )
     if done.unnamed_parity:
         places = " ".join(f"--parity {printable(one)}" for one in done.unnamed_parity)

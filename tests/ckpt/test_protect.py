@@ -286,7 +286,7 @@ def test_parity_elsewhere_repairs_files_wherever_its_replacement_was_killed(tmp_
 
     counted, places = protected("counted")
     count = points(replace(counted, places), counted.parent)
-    for point in range(count - 10, count):
+    for point in range(count - 7, count):
         root, places = protected(str(point))
         assert killed(replace(root, places), root.parent, point)
         (root / "y").unlink()
