@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def protect(path: str, options: "ProtectOptions", dry_run: bool, resources: "Execution", as_json: bool) -> None:
     from dataclasses import asdict
 
-    from ckpt.protection.protect import plan_protect
+    from ckpt.protection.protect_plan import plan_protect
     from ckpt_cli.views.protect import protect, protect_all_states, show_plan
 
     if options.by == "state":

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.pipeline import Execution, Resources
-from ckpt.protection.protect import Protection, ProtectPlan, plan_protect, run_protect
+from ckpt.protection.protect import run_protect
+from ckpt.protection.protect_plan import Protection, ProtectPlan, plan_protect
 from ckpt_cli import notes
 from ckpt_cli.options.protect import ProtectOptions
 from ckpt_cli.progress import progress_bar

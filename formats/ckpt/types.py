@@ -20,7 +20,7 @@ from ckpt.pipeline.cluster.distribute import ClusterStatus
 from ckpt.pipeline.planned_reads import StoreReads
 from ckpt.pipeline.targets import Removed
 from ckpt.protection.damage import DamagedFile
-from ckpt.protection.protect import Protection
+from ckpt.protection.protect_plan import Protection
 from ckpt.protection.repair import Repair
 from ckpt.publishing.publish import PublishedCheckpoint
 from ckpt.reading import Verification

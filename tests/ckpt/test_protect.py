@@ -259,7 +259,7 @@ def test_the_new_state_counts_if_parity_elsewhere_was_replaced_and_the_manifest_
         give_name(folder, base, is_replaced)
 
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt.protection.protect.give_name", fail)
+        patch.setattr("ckpt.protection.parity_draft.give_name", fail)
         with pytest.raises(ckpt.errors.OutputError, match="the disk is gone"):
             ckpt.protect(root, 2, into=[a, b], overwrite=True, resources=TWO)
     for places in ([a], [a, b]):

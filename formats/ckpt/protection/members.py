@@ -17,7 +17,8 @@ from ckpt.job import AnyProgress
 from ckpt.pipeline import Resources
 from ckpt.protection.chain_parts import is_of_run, parts_of_chain, problem_of_segment, unfinished
 from ckpt.protection.parity_folders import remove_parity
-from ckpt.protection.protect import EarlierGroups, Protection, ProtectPlan, check_no_link, plan_protect, run_protect
+from ckpt.protection.protect import run_protect
+from ckpt.protection.protect_plan import EarlierGroups, Protection, ProtectPlan, check_no_link, plan_protect
 from ckpt.protection.work_files import locked
 from ckpt_formats.core.errors import CkptError, CorruptError, OutputError, UnsupportedError
 from ckpt_formats.core.files import Reader

@@ -24,7 +24,8 @@ from ckpt.chains.change import change
 from ckpt.chains.write import member_of
 from ckpt.pipeline import Execution
 from ckpt.pipeline.scratch import scratch_folder
-from ckpt.protection.protect import plan_protect, run_protect
+from ckpt.protection.protect import run_protect
+from ckpt.protection.protect_plan import plan_protect
 from ckpt_codecs.delta import StepInfo
 from ckpt_formats.core.errors import IncompleteError, InvalidArgumentError, OutputError
 from ckpt_formats.core.format import Receipt
