@@ -10,14 +10,13 @@ the allow list of names:
 * for any bytes, the outcome is a value, `CorruptError` or `UnsafeError`.
 
 Opcodes as in CPython's `pickletools`. The loop in `_run` handles the frequent
-ones, most frequent first; the others are functions in `_RARE`.
+ones, most frequent first; the others are functions in `rare_opcodes`.
 """
 
-import re
 import struct
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
@@ -26,9 +25,42 @@ from ckpt_formats.containers.torchfile import numpy_arrays as arrays
 from ckpt_formats.containers.torchfile.allow_list import NOTHING_RAN, refusal
 from ckpt_formats.containers.torchfile.builders import BUILDERS, CLASS_BUILDERS, Builder, hashable
 from ckpt_formats.containers.torchfile.expanded_size import check_repeated
-from ckpt_formats.containers.torchfile.record_forms import SKIPPED, FormMatcher, RecordForm
+from ckpt_formats.containers.torchfile.opcodes import (
+    BINFLOAT,
+    BINGET,
+    BININT,
+    BININT1,
+    BININT2,
+    BINPERSID,
+    BINPUT,
+    BINUNICODE,
+    EMPTY_DICT,
+    EMPTY_LIST,
+    EMPTY_TUPLE,
+    LONG_BINGET,
+    LONG_BINPUT,
+    MARK,
+    MEMOIZE,
+    NEWFALSE,
+    NEWTRUE,
+    NONE,
+    REDUCE,
+    SHORT_BINUNICODE,
+    STOP,
+    TUPLE,
+    TUPLE1,
+    TUPLE2,
+    TUPLE3,
+)
+from ckpt_formats.containers.torchfile.rare_opcodes import RARE
+from ckpt_formats.containers.torchfile.record_forms import (
+    SKIPPED,
+    FormMatcher,
+    NeedsPlainRead,
+    NumberedMemo,
+    RecordForm,
+)
 from ckpt_formats.containers.torchfile.tensor_calls import FUNCTION, OPCODES, TensorCalls
-from ckpt_formats.core.claims import MAX_PICKLE
 from ckpt_formats.core.errors import CorruptError, UnsafeError, flaw
 from ckpt_formats.core.values import Global, Record, StdDict, Value, kind_of
 
@@ -37,32 +69,11 @@ MAX_STACK = 1 << 20
 MAX_MARKS = 1 << 16
 MAX_MEMO = 1 << 25
 MAX_GLOBALS = 4096
-MAX_INT_BYTES = 1024
-_MAX_DECIMALS = 2467  # decimal digits of an integer of that many bytes
 _MAX_LINE = 4096
 _BETWEEN_CHECKS = 4096
 
 PAD = b"\0" * 16
 """Bytes to append to a pickle, so that no read of fixed length passes the end; no opcode is 0."""
-
-PROTO, STOP, FRAME = 0x80, 0x2E, 0x95
-MARK, POP, POP_MARK, DUP = 0x28, 0x30, 0x31, 0x32
-NONE, NEWTRUE, NEWFALSE = 0x4E, 0x88, 0x89
-BININT, BININT1, BININT2, LONG1, LONG4, BINFLOAT = 0x4A, 0x4B, 0x4D, 0x8A, 0x8B, 0x47
-INT, LONG, FLOAT, STRING, UNICODE, GET, PUT = 0x49, 0x4C, 0x46, 0x53, 0x56, 0x67, 0x70
-BINSTRING, SHORT_BINSTRING = 0x54, 0x55
-BINUNICODE, SHORT_BINUNICODE, BINUNICODE8 = 0x58, 0x8C, 0x8D
-BINBYTES, SHORT_BINBYTES, BINBYTES8, BYTEARRAY8 = 0x42, 0x43, 0x8E, 0x96
-EMPTY_TUPLE, TUPLE, TUPLE1, TUPLE2, TUPLE3 = 0x29, 0x74, 0x85, 0x86, 0x87
-EMPTY_LIST, LIST, APPEND, APPENDS = 0x5D, 0x6C, 0x61, 0x65
-EMPTY_DICT, DICT, SETITEM, SETITEMS = 0x7D, 0x64, 0x73, 0x75
-EMPTY_SET, ADDITEMS, FROZENSET = 0x8F, 0x90, 0x91
-BINGET, LONG_BINGET, BINPUT, LONG_BINPUT, MEMOIZE = 0x68, 0x6A, 0x71, 0x72, 0x94
-GLOBAL, STACK_GLOBAL, INST, OBJ = 0x63, 0x93, 0x69, 0x6F
-REDUCE, NEWOBJ, NEWOBJ_EX, BUILD = 0x52, 0x81, 0x92, 0x62
-PERSID, BINPERSID = 0x50, 0x51
-EXT1, EXT2, EXT4 = 0x82, 0x83, 0x84
-NEXT_BUFFER, READONLY_BUFFER = 0x97, 0x98
 
 _u2 = struct.Struct("<H").unpack_from
 _i4 = struct.Struct("<i").unpack_from
@@ -70,27 +81,11 @@ _u4 = struct.Struct("<I").unpack_from
 _u8 = struct.Struct("<Q").unpack_from
 _f8 = struct.Struct(">d").unpack_from
 
-_DECIMAL = re.compile(rb"[+-]?[0-9]+\Z")
-_FLOAT = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\Z|[+-]?(inf|nan)\Z")
-_ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[\\'\"nrt])")
-_ESCAPES = {b"\\": b"\\", b"'": b"'", b'"': b'"', b"n": b"\n", b"r": b"\r", b"t": b"\t"}
-
 
 class Truncated(CorruptError):
     """The pickle continues after the given bytes, at least to byte `needs`."""
 
     needs = 0
-
-
-class _NeedsPlainRead(Exception):
-    """A pickle refers to a part of a compact record or of a tensor, or numbers records: read it opcode by opcode."""
-
-
-class _NumberedMemo(list[Value]):
-    """A memo with consecutive indices, as MEMOIZE assigns them: a tenth of the size of a dict."""
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        raise _NeedsPlainRead
 
 
 _UNREAD = object()
@@ -101,6 +96,11 @@ class Interpreter:
 
     Objects of the classes that `forms` describe become `CompactRecord`s if their
     opcodes match the form, else `Record`s like all other objects.
+
+    Attributes:
+        pos: The byte after the last one that was read, of `size` bytes.
+        stack: The values since the last mark; `outer_stacks` are those before each mark.
+        memo: The values that opcodes refer to by number.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class Interpreter:
         """The name in a call that `_tensor_calls` matches, once it was read."""
         self._builders: dict[int, Builder] = {}  # by id(Global): names are interned, and this lookup is on the hot path
         self._data = b""
-        self._size = self._pos = self._ops = 0
-        self._stack: list[Value] = []
+        self.size = self.pos = self._ops = 0
+        self.stack: list[Value] = []
         self._hashes: dict[int, tuple[Value, KeyHashes]] = {}
         """By id of a dict or set, which is kept, so that no later one has the same id."""
-        self._outer_stacks: list[list[Value]] = []
-        self._memo: dict[int, Value] | _NumberedMemo = {}
+        self.outer_stacks: list[list[Value]] = []
+        self.memo: dict[int, Value] | NumberedMemo = {}
 
     def load(self, padded: bytes, start: int = 0) -> tuple[Value, int]:
         """Read one pickle; return its value and where it ends.
@@ -133,7 +133,7 @@ class Interpreter:
         """
         try:
             return self._load(padded, start)
-        except _NeedsPlainRead:
+        except NeedsPlainRead:
             if not self._match_less():
                 self._forms = {}
         except Truncated:
@@ -151,17 +151,17 @@ class Interpreter:
         return matched
 
     def _load(self, padded: bytes, start: int) -> tuple[Value, int]:
-        self._data, self._size, self._pos = padded, len(padded) - len(PAD), start
-        self._stack, self._outer_stacks, self._ops = [], [], 0
+        self._data, self.size, self.pos = padded, len(padded) - len(PAD), start
+        self.stack, self.outer_stacks, self._ops = [], [], 0
         self._hashes = {}
-        self._memo = _NumberedMemo() if self._forms else {}
+        self.memo = NumberedMemo() if self._forms else {}
         known = ((self.globals.get(key), form) for key, form in self._forms.items())
         self._matchers = {id(name): FormMatcher(form) for name, form in known if name is not None}
         self._matchers_by_opcodes = {}
         try:
             value = self._run()
-            check_repeated(value, self.where, self._pos - start)
-            return value, self._pos
+            check_repeated(value, self.where, self.pos - start)
+            return value, self.pos
         except (
             IndexError,
             KeyError,
@@ -172,19 +172,19 @@ class Interpreter:
             struct.error,
             RecursionError,
         ) as error:
-            if self._pos > self._size:
+            if self.pos > self.size:
                 raise self.truncated() from error
             raise self.corrupt(f"malformed: {flaw(error)}") from error
         finally:
-            self._data, self._stack, self._outer_stacks, self._memo = b"", [], [], {}
+            self._data, self.stack, self.outer_stacks, self.memo = b"", [], [], {}
 
     def corrupt(self, message: str) -> CorruptError:
         """An error that states the position in the pickle."""
-        return CorruptError(f"the pickle is {message}, near its byte {min(self._pos, self._size)}", where=self.where)
+        return CorruptError(f"the pickle is {message}, near its byte {min(self.pos, self.size)}", where=self.where)
 
     def truncated(self, needs: int = 0) -> Truncated:
         """An error for a pickle that continues after the given bytes."""
-        error = Truncated(f"the pickle goes on beyond its last byte, {self._size}", where=self.where)
+        error = Truncated(f"the pickle goes on beyond its last byte, {self.size}", where=self.where)
         error.needs = needs
         return error
 
@@ -193,11 +193,11 @@ class Interpreter:
         return UnsafeError(message, where=self.where, hint=NOTHING_RAN)
 
     def _run(self) -> Value:
-        data, size, pos = self._data, self._size, self._pos
-        stack, outer_stacks, memo, builders = self._stack, self._outer_stacks, self._memo, self._builders
+        data, size, pos = self._data, self.size, self.pos
+        stack, outer_stacks, memo, builders = self.stack, self.outer_stacks, self.memo, self._builders
         push, load_persistent = stack.append, self._persistent
-        matchers, numbered_memo = self._matchers, memo if isinstance(memo, _NumberedMemo) else None
-        tensor_function, tensor_memo = self._tensor_function, {} if isinstance(memo, _NumberedMemo) else memo
+        matchers, numbered_memo = self._matchers, memo if isinstance(memo, NumberedMemo) else None
+        tensor_function, tensor_memo = self._tensor_function, {} if isinstance(memo, NumberedMemo) else memo
         match_tensor = None if self._tensor_calls is None else self._tensor_calls.match
         try:
             while True:
@@ -208,7 +208,7 @@ class Interpreter:
                         pos += 1
                         known = memo[data[pos - 1]]
                         if known is SKIPPED:
-                            raise _NeedsPlainRead
+                            raise NeedsPlainRead
                         push(known)
                     elif op == MARK:
                         if stack and stack[-1] is tensor_function and match_tensor is not None:
@@ -217,7 +217,7 @@ class Interpreter:
                                 stack[-1], pos = matched
                                 continue
                         outer_stacks.append(stack)
-                        stack = self._stack = []
+                        stack = self.stack = []
                         push = stack.append
                     elif op == MEMOIZE:
                         if numbered_memo is None:
@@ -237,7 +237,7 @@ class Interpreter:
                         pos += 4
                         known = memo[_u4(data, pos - 4)[0]]
                         if known is SKIPPED:
-                            raise _NeedsPlainRead
+                            raise NeedsPlainRead
                         push(known)
                     elif op == SHORT_BINUNICODE:
                         begin = pos + 1
@@ -250,7 +250,7 @@ class Interpreter:
                         push(data[pos - 1])
                     elif op == TUPLE:
                         value = tuple(stack)
-                        stack = self._stack = outer_stacks.pop()
+                        stack = self.stack = outer_stacks.pop()
                         push = stack.append
                         push(value)
                     elif op == REDUCE:
@@ -260,7 +260,7 @@ class Interpreter:
                             raise TypeError
                         build = builders.get(id(function))
                         if build is not None:
-                            self._pos = pos
+                            self.pos = pos
                             value = build(function, args, self.where)
                             stack[-1] = self._intern(value) if type(value) is Global else value
                         elif type(function) is Global:
@@ -284,7 +284,7 @@ class Interpreter:
                     elif op == BINPERSID:
                         if load_persistent is None:
                             raise self.unsafe("the pickle refers to something outside of itself")
-                        self._pos = pos
+                        self.pos = pos
                         stack[-1] = load_persistent(stack[-1])
                     elif op == NEWFALSE:
                         push(False)
@@ -311,27 +311,27 @@ class Interpreter:
                             raise self.corrupt("unbalanced")
                         return stack[0]
                     else:
-                        rare = _RARE.get(op)
-                        self._pos = pos
+                        rare = RARE.get(op)
+                        self.pos = pos
                         if rare is None:
                             raise self.truncated() if pos > size else self.corrupt(f"not one: it has an opcode {op:#x}")
                         rare(self)
-                        pos = self._pos
+                        pos = self.pos
                         tensor_function = self._tensor_function
-                        if stack is not self._stack:
-                            stack = self._stack
+                        if stack is not self.stack:
+                            stack = self.stack
                             push = stack.append
                 self._check_budgets()
         finally:
-            self._pos = pos
+            self.pos = pos
 
-    def _read_compact_records(self, memo: _NumberedMemo, stack: list[Value], pos: int) -> int:
+    def _read_compact_records(self, memo: NumberedMemo, stack: list[Value], pos: int) -> int:
         """Read consecutive objects with forms, and push them. Returns the position after the last one.
 
         On top of the stack are a class and the empty tuple of its arguments. A short text may be before each object:
         in a dict of objects, it is the key.
         """
-        data, size, push, matchers = self._data, self._size, stack.append, self._matchers_by_opcodes
+        data, size, push, matchers = self._data, self.size, stack.append, self._matchers_by_opcodes
         match = self._matchers[id(stack[-2])].match(data, pos, memo)
         if match is not None:
             del stack[-2:]
@@ -355,7 +355,7 @@ class Interpreter:
             match = None if matcher is None or len(stack) >= MAX_STACK else matcher.match(data, begin, memo)
         return pos
 
-    def _matcher_for(self, opcodes: bytes, memo: _NumberedMemo) -> FormMatcher | None:
+    def _matcher_for(self, opcodes: bytes, memo: NumberedMemo) -> FormMatcher | None:
         """The matcher of the class whose objects begin with these opcodes: a GET of the class, and EMPTY_TUPLE."""
         at = int.from_bytes(opcodes[1:-1], "little")
         is_get = opcodes[0] in (BINGET, LONG_BINGET) and opcodes[-1] == EMPTY_TUPLE and at < len(memo)
@@ -365,12 +365,12 @@ class Interpreter:
     def _check_budgets(self) -> None:
         self._ops += _BETWEEN_CHECKS
         tensors = 0 if self._tensor_calls is None else self._tensor_calls.count
-        height = len(self._stack) + sum(map(len, self._outer_stacks[-2:]))
+        height = len(self.stack) + sum(map(len, self.outer_stacks[-2:]))
         if (
             self._ops + OPCODES * tensors > MAX_OPS
             or height > MAX_STACK
-            or len(self._outer_stacks) > MAX_MARKS
-            or len(self._memo) > MAX_MEMO
+            or len(self.outer_stacks) > MAX_MARKS
+            or len(self.memo) > MAX_MEMO
         ):
             raise self.unsafe("the pickle is larger than that of any checkpoint and would exhaust memory")
 
@@ -378,35 +378,35 @@ class Interpreter:
 
     def take(self, nbytes: int) -> bytes:
         """The next bytes. Raises `Truncated`."""
-        begin, end = self._pos, self._pos + nbytes
-        if end > self._size:
+        begin, end = self.pos, self.pos + nbytes
+        if end > self.size:
             raise self.truncated(end)
-        self._pos = end
+        self.pos = end
         return self._data[begin:end]
 
     def line(self, limit: int = _MAX_LINE) -> bytes:
         """The bytes up to the next newline, which is skipped. Raises `Truncated` or `CorruptError`."""
-        end = self._data.find(b"\n", self._pos, min(self._size, self._pos + limit + 1))
+        end = self._data.find(b"\n", self.pos, min(self.size, self.pos + limit + 1))
         if end < 0:
-            if self._size <= self._pos + limit:
+            if self.size <= self.pos + limit:
                 raise self.truncated()
             raise self.corrupt("malformed: a line is too long")
-        begin, self._pos = self._pos, end + 1
+        begin, self.pos = self.pos, end + 1
         return self._data[begin:end]
 
     def pop(self) -> Value:
         """Pop the top of the stack."""
-        return self._stack.pop()
+        return self.stack.pop()
 
     def pop_mark(self) -> list[Value]:
         """Pop what was pushed since the last MARK."""
-        top = self._stack
-        self._stack = self._outer_stacks.pop()
+        top = self.stack
+        self.stack = self.outer_stacks.pop()
         return top
 
     def push(self, value: Value) -> None:
         """Push a value on the stack."""
-        self._stack.append(value)
+        self.stack.append(value)
 
     def name(self, module: Value, name: Value) -> Global:
         """The `Global` of a name. There is one object per name, so that it can be compared by identity.
@@ -496,233 +496,3 @@ class Interpreter:
             arrays.fill(target, state, self.where)
         else:
             raise self.corrupt(f"malformed: it gives a state to {kind_of(target)}")
-
-
-def _proto(m: Interpreter) -> None:
-    version = m.take(1)[0]
-    if version > 5:
-        raise m.corrupt(f"of protocol {version}, which does not exist")
-
-
-def _frame(m: Interpreter) -> None:
-    # Frames only state how much a reader of streams must fetch.
-    if _u8(m.take(8))[0] > m._size - m._pos:
-        raise m.truncated()
-
-
-def _pop(m: Interpreter) -> None:
-    if m._stack or not m._outer_stacks:
-        m._stack.pop()
-    else:
-        m.pop_mark()
-
-
-def _dup(m: Interpreter) -> None:
-    m.push(m._stack[-1])
-
-
-def _long1(m: Interpreter) -> None:
-    m.push(int.from_bytes(m.take(m.take(1)[0]), "little", signed=True))
-
-
-def _long4(m: Interpreter) -> None:
-    (length,) = _i4(m.take(4))
-    if not 0 <= length <= MAX_INT_BYTES:
-        raise m.unsafe(f"the pickle has an integer of {length} bytes")
-    m.push(int.from_bytes(m.take(length), "little", signed=True))
-
-
-def _int(m: Interpreter) -> None:
-    text = m.line()
-    m.push(text == b"01" if text in (b"00", b"01") else _decimal(m, text))
-
-
-def _long(m: Interpreter) -> None:
-    m.push(_decimal(m, m.line().removesuffix(b"L")))
-
-
-def _decimal(m: Interpreter, text: bytes) -> int:
-    if len(text) > _MAX_DECIMALS:
-        raise m.unsafe(f"the pickle has an integer of {len(text)} digits")
-    if not _DECIMAL.match(text):
-        raise m.corrupt("malformed: an integer with other characters than digits")
-    return int(text)
-
-
-def _float(m: Interpreter) -> None:
-    text = m.line()
-    if not _FLOAT.match(text):
-        raise m.corrupt("malformed: a number with invalid characters")
-    m.push(float(text))
-
-
-def _string(m: Interpreter) -> None:
-    text = m.line(MAX_PICKLE)
-    if len(text) < 2 or text[0] != text[-1] or text[:1] not in (b"'", b'"'):
-        raise m.corrupt("malformed: a string without quotes")
-    if b"\\" in _ESCAPE.sub(b"", text):
-        raise m.corrupt("malformed: a string with an unknown escape")
-    m.push(_ESCAPE.sub(_unescaped, text[1:-1]).decode("latin-1"))
-
-
-def _unescaped(match: re.Match[bytes]) -> bytes:
-    code = match[1]
-    return bytes.fromhex(code[1:].decode("ascii")) if code[:1] == b"x" else _ESCAPES[code]
-
-
-def _unicode(m: Interpreter) -> None:
-    m.push(m.line(MAX_PICKLE).decode("raw-unicode-escape"))
-
-
-def _get(m: Interpreter) -> None:
-    if isinstance(m._memo, _NumberedMemo):
-        raise _NeedsPlainRead
-    known = m._memo[_decimal(m, m.line())]
-    if known is SKIPPED:
-        raise _NeedsPlainRead
-    m.push(known)
-
-
-def _put(m: Interpreter) -> None:
-    index = _decimal(m, m.line())
-    if not 0 <= index < 1 << 32:
-        raise m.corrupt("malformed: an impossible memo index")
-    m._memo[index] = m._stack[-1]
-
-
-def _latin(m: Interpreter, nbytes: int) -> None:
-    # Strings of Python 2, which are bytes or text.
-    m.push(m.take(nbytes).decode("latin-1"))
-
-
-def _global(m: Interpreter) -> None:
-    module = m.line().decode("utf-8")
-    m.push(m.name(module, m.line().decode("utf-8")))
-
-
-def _stack_global(m: Interpreter) -> None:
-    name = m.pop()
-    m.push(m.name(m.pop(), name))
-
-
-def _inst(m: Interpreter) -> None:
-    module = m.line().decode("utf-8")
-    cls = m.name(module, m.line().decode("utf-8"))
-    args = tuple(m.pop_mark())
-    m.push(m.call(cls, args, new=not args))  # Python calls a class here only if there are arguments
-
-
-def _obj(m: Interpreter) -> None:
-    cls, *args = m.pop_mark()
-    m.push(m.call(cls, tuple(args), new=not args))
-
-
-def _newobj(m: Interpreter) -> None:
-    args = m.pop()
-    m.push(m.call(m.pop(), args, new=True))
-
-
-def _newobj_ex(m: Interpreter) -> None:
-    kwargs, args = m.pop(), m.pop()
-    if type(kwargs) is not dict or not all(type(key) is str for key in kwargs):
-        raise m.corrupt("malformed: keyword arguments that are not a dict of names")
-    m.push(m.call(m.pop(), args, new=True, kwargs=kwargs))
-
-
-def _build(m: Interpreter) -> None:
-    state = m.pop()
-    m.build(m._stack[-1], state)
-
-
-def _append(m: Interpreter) -> None:
-    item = m.pop()
-    m.extend(m._stack[-1], [item])
-
-
-def _appends(m: Interpreter) -> None:
-    items = m.pop_mark()
-    m.extend(m._stack[-1], items)
-
-
-def _setitem(m: Interpreter) -> None:
-    value, key = m.pop(), m.pop()
-    m.set_items(m._stack[-1], [key, value])
-
-
-def _setitems(m: Interpreter) -> None:
-    items = m.pop_mark()
-    m.set_items(m._stack[-1], items)
-
-
-def _additems(m: Interpreter) -> None:
-    items = m.pop_mark()
-    target = m._stack[-1]
-    if type(target) is not set:
-        raise m.corrupt(f"malformed: it adds elements to {kind_of(target)}")
-    target.update(hashable(item, m.where, m.hashes_of(target)) for item in items)
-
-
-def _frozenset(m: Interpreter) -> None:
-    hashes = KeyHashes()
-    m.push(frozenset(hashable(item, m.where, hashes) for item in m.pop_mark()))
-
-
-def _dict(m: Interpreter) -> None:
-    items = m.pop_mark()
-    result: dict[Any, Value] = {}
-    m.set_items(result, items)
-    m.push(result)
-
-
-def _refuse(message: str) -> Callable[[Interpreter], None]:
-    def refuse(m: Interpreter) -> None:
-        raise m.unsafe(f"the pickle {message}, which no checkpoint does")
-
-    return refuse
-
-
-_RARE: dict[int, Callable[[Interpreter], None]] = {
-    PROTO: _proto,
-    FRAME: _frame,
-    POP: _pop,
-    POP_MARK: lambda m: m.pop_mark().clear(),
-    DUP: _dup,
-    LONG1: _long1,
-    LONG4: _long4,
-    INT: _int,
-    LONG: _long,
-    FLOAT: _float,
-    STRING: _string,
-    UNICODE: _unicode,
-    GET: _get,
-    PUT: _put,
-    SHORT_BINSTRING: lambda m: _latin(m, m.take(1)[0]),
-    BINSTRING: lambda m: _latin(m, _u4(m.take(4))[0]),
-    BINUNICODE8: lambda m: m.push(str(m.take(_u8(m.take(8))[0]), "utf-8", "surrogatepass")),
-    SHORT_BINBYTES: lambda m: m.push(m.take(m.take(1)[0])),
-    BINBYTES: lambda m: m.push(m.take(_u4(m.take(4))[0])),
-    BINBYTES8: lambda m: m.push(m.take(_u8(m.take(8))[0])),
-    BYTEARRAY8: lambda m: m.push(bytearray(m.take(_u8(m.take(8))[0]))),
-    LIST: lambda m: m.push(m.pop_mark()),
-    DICT: _dict,
-    EMPTY_SET: lambda m: m.push(set()),
-    ADDITEMS: _additems,
-    FROZENSET: _frozenset,
-    APPEND: _append,
-    APPENDS: _appends,
-    SETITEM: _setitem,
-    SETITEMS: _setitems,
-    GLOBAL: _global,
-    STACK_GLOBAL: _stack_global,
-    INST: _inst,
-    OBJ: _obj,
-    NEWOBJ: _newobj,
-    NEWOBJ_EX: _newobj_ex,
-    BUILD: _build,
-    PERSID: _refuse("refers to something outside of itself by a text"),
-    EXT1: _refuse("uses a registered extension"),
-    EXT2: _refuse("uses a registered extension"),
-    EXT4: _refuse("uses a registered extension"),
-    NEXT_BUFFER: _refuse("needs a buffer that is outside of it"),
-    READONLY_BUFFER: _refuse("needs a buffer that is outside of it"),
-}

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from ckpt_formats.containers.file_starts import HEAD_NBYTES, SAFETENSORS
 from ckpt_formats.containers.torchfile.file_window import ByteSource, Window
-from ckpt_formats.containers.torchfile.pickle_reader import PAD, PROTO, Interpreter
+from ckpt_formats.containers.torchfile.opcodes import PROTO
+from ckpt_formats.containers.torchfile.pickle_reader import PAD, Interpreter
 from ckpt_formats.containers.torchfile.record_forms import RecordForm
 from ckpt_formats.containers.torchfile.storages import (
     Storage,

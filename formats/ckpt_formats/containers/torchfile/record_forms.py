@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from ckpt_formats.core.claims import MAX_AXES, MAX_ELEMENTS
 from ckpt_formats.core.values import Global, Record, Size, Value
@@ -55,6 +55,17 @@ class SkippedMemo:
 
 
 SKIPPED: Final = SkippedMemo()
+
+
+class NeedsPlainRead(Exception):
+    """A pickle refers to a part of a compact record or of a tensor, or numbers records: read it opcode by opcode."""
+
+
+class NumberedMemo(list[Value]):
+    """A memo with consecutive indices, as MEMOIZE assigns them: a tenth of the size of a dict."""
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise NeedsPlainRead
 
 
 class CompactRecord(tuple[Value, ...]):

@@ -17,7 +17,7 @@ from ckpt_formats.containers.torchfile import (
     open_item,
     tensor_of,
 )
-from ckpt_formats.containers.torchfile.pickle_reader import PROTO
+from ckpt_formats.containers.torchfile.opcodes import PROTO
 from ckpt_formats.containers.torchfile.zip_archive import END, LOCAL
 from ckpt_formats.core.errors import CkptError, CorruptError, UnsafeError, UnsupportedError
 from ckpt_formats.core.seals import Seal
