@@ -9,13 +9,15 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckpt
-from ckpt.pipeline.removal import delete_beside, remove_checkpoint
+from ckpt.pipeline.removal import delete_beside, remove_checkpoint, replace_file_or_folder
 from ckpt_cli.main import USAGE
 from ckpt_formats.core.folders import replaced_file
 from damage import NOT_FOUND, OUTPUT, SAMPLES
 from damage import ckpt as command
 from killing import killed, points, spread
 from object_stores import StoreServer
+
+LOCKED = 11
 
 
 def source(folder: Path, value: float) -> Path:
@@ -46,6 +48,27 @@ def test_overwrite_replaces_a_checkpoint_and_leaves_nothing_beside_it(name: str,
     done = command("convert", source(tmp_path, 2.0), target, "--overwrite")
     assert (done.code, value_of(target), names(target.parent)) == (0, 2.0, {name})
     assert done.out.startswith(f"wrote {target}: ")
+
+
+def test_of_two_that_replace_a_checkpoint_the_second_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take for a remainder, and delete, what is about to get the name, or has just got it."""
+    place = tmp_path / "place"
+    place.mkdir()
+    target = place / "out"
+    overwrite(source(tmp_path, 1.0), target)
+    codes = list[int]()
+
+    def exchange_late(new: Path, path: Path) -> None:
+        for words in (("convert", source(tmp_path, 3.0), target, "--overwrite"), ("clean", target)):
+            codes.append(command(*words).code)
+        replace_file_or_folder(new, path)
+
+    monkeypatch.setattr("ckpt.job.replacing.replace_file_or_folder", exchange_late)
+    overwrite(source(tmp_path, 2.0), target)
+    assert codes == [LOCKED, LOCKED]
+    assert (value_of(target), names(place)) == (2.0, {"out"})
 
 
 def test_overwrite_replaces_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

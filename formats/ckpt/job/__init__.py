@@ -186,14 +186,11 @@ class Job(Checked):
                 where=self.path,
                 hint="Remove it first, or write all in one process.",
             )
-        from ckpt.job.replacing import replace_target  # few jobs replace anything
-        from ckpt.pipeline.removal import delete, replacement_path
+        from ckpt.job.replacing import replacing  # few jobs replace anything
 
         self._check_replaceable()
-        new = replacement_path(self.path)
-        delete(new)  # of a job that was killed
-        result = Job(self.source, new, self.format)._execute(resources, progress)
-        replace_target(self.path)
+        with replacing(self.path, resources.locks) as new:
+            result = Job(self.source, new, self.format)._execute(resources, progress)
         return replace(result, target=self.path)
 
     def _check_replaceable(self) -> None:

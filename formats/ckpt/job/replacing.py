@@ -6,10 +6,12 @@ that the next job with this target, or `ckpt clean`, removes.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt.pipeline.removal import replace_file_or_folder, replacement_path
+from ckpt.pipeline.folder_target import locked_staging
+from ckpt.pipeline.removal import delete, replace_file_or_folder, replacement_path
 from ckpt.pipeline.target import inside
 from ckpt_formats.core.errors import CkptError, OutputError, UnsupportedError
 from ckpt_formats.core.locking import unwritable
@@ -56,10 +58,18 @@ def _local(path: Path) -> Path | None:
     return Path(through) if through.startswith("/") else None
 
 
-def replace_target(target: Path) -> None:
-    """Let what was written beside a target take its name, and delete what had it before. Raises `OutputError`."""
+@contextmanager
+def replacing(target: Path, locks: bool) -> Iterator[Path]:
+    """Within, a checkpoint is written to the path that this gives; it takes the target's name at the end.
+
+    What had the name before is deleted then. `locks`: as in `Job.run`. Raises `LockedError` if another process does so,
+    and `OutputError`.
+    """
     new = replacement_path(target)
-    try:
-        replace_file_or_folder(new, target)
-    except OSError as error:
-        raise unwritable(error, target) from error
+    with locked_staging(target, locks):
+        try:
+            delete(new)  # of a job that was killed
+            yield new
+            replace_file_or_folder(new, target)
+        except OSError as error:
+            raise unwritable(error, target) from error

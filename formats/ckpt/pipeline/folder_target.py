@@ -239,9 +239,7 @@ def open_target(path: Path, resources: Execution, single_file: str | None) -> It
         finally:
             with suppress(OSError):  # then the files are written again
                 stage.flush()
-            with suppress(OSError):
-                if os.listdir(folder) == [LOCK]:  # nothing was written
-                    remove_staging(folder)
+            _remove_unused(folder)
 
 
 def staging_folder(target: Path) -> Path:
@@ -259,6 +257,24 @@ def locked_folder(folder: Path, target: Path, locks: bool = True) -> Iterator[No
     make_staging(folder, target)
     with hold(FolderPlace(folder), LOCK, target, locks):
         yield
+
+
+@contextmanager
+def locked_staging(target: Path, locks: bool) -> Iterator[None]:
+    """Within, no other process writes a target, or has its staging folder. Raises as `locked_folder`."""
+    folder = staging_folder(target)
+    with locked_folder(folder, target, locks):
+        try:
+            yield
+        finally:
+            _remove_unused(folder)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove a staging folder in which nothing was written."""
+    with suppress(OSError):
+        if os.listdir(folder) == [LOCK]:
+            remove_staging(folder)
 
 
 def make_staging(folder: Path, target: Path) -> None:

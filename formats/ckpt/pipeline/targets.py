@@ -70,9 +70,11 @@ def clean(target: StrPath) -> Removed:
     Raises `LockedError` while a job writes the target, and `OutputError`.
     """
     path = target_path(target)
-    counts = [finish_removal(path)]
-    if not is_remote(path):
-        counts.append(folder_target.remove(replacement_path(path))[:2])
-    removed = Removed(*_module(path).remove(path))
+    if is_remote(path):
+        counts = [finish_removal(path)]
+        removed = Removed(*_module(path).remove(path))
+    else:
+        removed = Removed(*folder_target.remove(path))  # first: it raises while a job writes what the others remove
+        counts = [finish_removal(path), folder_target.remove(replacement_path(path))[:2]]
     files, nbytes = (sum(numbers) for numbers in zip(*counts, strict=True))
     return replace(removed, files=removed.files + files, nbytes=removed.nbytes + nbytes)
