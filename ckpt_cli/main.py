@@ -10,7 +10,7 @@ from typing import Any, TextIO, cast
 
 import click
 
-from ckpt_cli import interrupt, notes, progress
+from ckpt_cli import compile_dataclasses_late, interrupt, notes, progress
 from ckpt_cli.options.command import help_text
 from ckpt_cli.options.exit_codes import USAGE, exit_code, kind_of
 from ckpt_cli.options.groups import TerminalContext
@@ -102,6 +102,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        compile_dataclasses_late()
         module, _, attribute = COMMANDS[cmd_name].partition(":")
         command: click.Command = getattr(import_module(module), attribute)
         gc.freeze()  # modules stay as long as the process: the collector need not visit them
