@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +17,11 @@ from hypothesis import HealthCheck, settings
 import durations
 import megatron_jobs.launch
 from ckpt_cli import notes
-from effort import EXAMPLES, QUICK_CASES, QUICK_EXAMPLES, TIMES
+from ckpt_formats.core.gc_pause import gc_paused
+from effort import EXAMPLES, QUICK_EXAMPLES, TIMES
 from engines import launch
 from engines.kinds import KINDS
+from quick_cases import QuickCases, mark_others_slow
 from trained import alone_in
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -48,6 +49,8 @@ LONGEST_FILES = durations.SlowTests.load(durations.LONGEST)
 
 def pytest_configure(config: pytest.Config) -> None:
     """`make quick` fails where a test has become slow. Properties try more examples elsewhere."""
+    if config.option.markexpr == durations.QUICK:
+        config.pluginmanager.register(QuickCases(SLOW_TESTS), "quick-cases")
     if config.option.markexpr == durations.QUICK and config.getoption("--hypothesis-profile") == "quick":
         config.pluginmanager.register(durations.Stopwatch())
 
@@ -60,6 +63,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if slow or durations.is_marked_slow(collection_path) else None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """What collecting makes stays: to search it for garbage, again and again, took a sixth of the time."""
+    with gc_paused():
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with long tests go first, the longest at once: one that begins last keeps a worker busy while others wait.
@@ -67,36 +77,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Neighbours in the alphabet also wait for each other, while one of them trains what both read.
     """
     root, long = str(durations.ROOT), set()
-    cases: Cases = defaultdict(list)
     for item in items:
         name = item.nodeid
         if " at 0x" in name or root in name:
             raise pytest.UsageError(f"{name} has another name elsewhere: give its parameters `ids`")
         if SLOW_TESTS.name_of(name):
             item.add_marker("slow")
-        marks = {mark.name: mark for mark in reversed([*item.iter_markers()])}  # the closest counts
-        if marks.keys() & {"engines", "slow"}:
+        if durations.is_slow(item):
             long.add(item.path)
-        count = marks["quick"].args[0] if "quick" in marks else QUICK_CASES
-        if count and "slow" not in marks:
-            cases[name.partition("[")[0], count].append(item)
-    config.stash[durations.COLLECTED] = [item.nodeid for item in items]
+    quick = config.pluginmanager.get_plugin("quick-cases")
+    config.stash[durations.COLLECTED] = [item.nodeid for item in items] + (quick.omitted if quick else [])
     seconds = LONGEST_FILES.seconds
     items.sort(key=lambda item: (item.path not in long, -seconds.get(item.nodeid.partition("::")[0], 0.0)))
-    _keep_some(cases)
-
-
-Cases = defaultdict[tuple[str, int], list[pytest.Item]]
-"""The cases of each test, by its name and how many of them `make quick` tries."""
-
-
-def _keep_some(cases: Cases) -> None:
-    """Leave some cases of each test to `make quick`, evenly spread: `quick(n)` says how many. The others are slow."""
-    for (_, count), of_one in cases.items():
-        quick = {i * len(of_one) // count for i in range(count)}
-        for number, item in enumerate(of_one):
-            if number not in quick:
-                item.add_marker("slow")
+    mark_others_slow(items)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import pytest
 
 import durations
 from durations import LIMIT, SlowTests, Stopwatch, is_marked_slow, listed
+from quick_cases import QuickCases
 
 LIST = SlowTests({"tests/a.py::test_x[one case]": 0.7, "tests/a.py::test_y": 2.0, "tests/b.py": 9.0, "tests/c": 1.0})
 
@@ -106,3 +107,55 @@ def test_a_quick_test_that_grew_fails_and_says_what_to_run(seconds: float, outco
     assert report.outcome == outcome
     if outcome == "failed":
         assert "python tests/support/durations.py tests/a.py" in str(report.longrepr)
+
+
+def _test_of(marks: list[pytest.MarkDecorator], cases: dict[str, list[pytest.Mark]]) -> Any:
+    """What pytest gives to `pytest_generate_tests` for a test with such cases."""
+    found = {mark.name: mark.mark for mark in marks}
+    definition = SimpleNamespace(nodeid="tests/a.py::test_x", get_closest_marker=found.get)
+    return SimpleNamespace(definition=definition, _calls=[SimpleNamespace(id=n, marks=m) for n, m in cases.items()])
+
+
+@pytest.mark.parametrize(
+    ("marks", "cases", "quick"),
+    [
+        ([], "abc", "abc"),
+        ([], "abcdefgh", "aceg"),
+        ([pytest.mark.quick(2)], "abcdefgh", "ae"),
+        ([pytest.mark.quick(9)], "abcdefgh", "abcdefgh"),
+    ],
+)
+def test_quick_cases_are_evenly_spread_and_slow_ones_are_not_among_them(
+    marks: list[pytest.MarkDecorator], cases: str, quick: str
+) -> None:
+    slow = {"one case": [], "by hand": [pytest.mark.slow.mark], "by engine": [pytest.mark.engines.mark]}
+    plugin = QuickCases(LIST)
+    test = _test_of(marks, {**slow, **{case: [] for case in cases}})
+    for _ in plugin.pytest_generate_tests(test):
+        pass
+    assert "".join(call.id for call in test._calls) == quick
+    omitted = {*slow, *cases} - {*quick}
+    assert sorted(plugin.omitted) == sorted(f"tests/a.py::test_x[{case}]" for case in omitted)
+
+
+def test_a_test_whose_cases_are_all_slow_stays_as_it_is() -> None:
+    test = _test_of([], {"one case": []})
+    for _ in QuickCases(LIST).pytest_generate_tests(test):
+        pass
+    assert [call.id for call in test._calls] == ["one case"]
+
+
+@pytest.mark.parametrize(
+    ("name", "marks", "is_left_out"),
+    [("test_y", [], True), ("test_z", [pytest.mark.slow.mark], True), ("test_z", [], False), ("helper", [], False)],
+)
+def test_quick_cases_leave_out_tests_that_are_slow_as_a_whole(
+    name: str, marks: list[pytest.Mark], is_left_out: bool
+) -> None:
+    def found(_: object, name: str) -> bool:
+        return name.startswith("test")
+
+    file: Any = SimpleNamespace(nodeid="tests/a.py", istestfunction=found, iter_markers=lambda: iter(()))
+    plugin = QuickCases(LIST)
+    assert (plugin.pytest_pycollect_makeitem(file, name, SimpleNamespace(pytestmark=marks)) == []) == is_left_out
+    assert plugin.omitted == ([f"tests/a.py::{name}"] if is_left_out else [])

@@ -43,6 +43,7 @@ WORK = 0.013
 COLLECTED = pytest.StashKey[list[str]]()
 """In pytest's configuration: the names of all collected tests, also of those that their marks then leave out."""
 QUICK = "not engines and not slow"
+SLOW_MARKS = {"engines", "slow"}
 _ENOUGH = 3  # slow cases of one test, after which the script takes the others to be slow, too
 _HEAD = f"""\
 # Tests that take more than {LIMIT} processor seconds, set-up counted: all cases of a test, or one, or a whole file.
@@ -112,7 +113,7 @@ def processor_seconds() -> float:
 
 
 def is_slow(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(name) for name in ("engines", "slow"))
+    return any(item.get_closest_marker(name) for name in SLOW_MARKS)
 
 
 def is_marked_slow(path: Path) -> bool:
