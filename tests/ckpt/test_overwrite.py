@@ -139,8 +139,13 @@ def test_a_second_name_that_a_kill_left_goes_with_its_file_and_what_lies_beside_
     target.write_bytes(data[:-1] + b"\0")
     assert command("repair", target).code == 0
     assert target.read_bytes() == data
-    ckpt.clean(target)
-    assert names(folder) == {target.name, f"{target.name}.ckpt-seal", f".{target.name}.ckpt-parity"}
+    second.hardlink_to(target)
+    copied = tmp_path / "copied"
+    shutil.copytree(folder, copied)  # as `rsync -a` and `cp -r -p`: the two names become two files
+    assert command("repair", copied / target.name).code == 0
+    for place in (folder, copied):
+        ckpt.clean(place / target.name)
+        assert names(place) == {target.name, f"{target.name}.ckpt-seal", f".{target.name}.ckpt-parity"}
     second.hardlink_to(target)
     remove_checkpoint(target)
     assert names(folder) == set()

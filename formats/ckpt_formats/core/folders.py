@@ -60,14 +60,19 @@ def replaced_file(file: Path) -> Path:
 
 
 def has_stale_sidecars(file: Path) -> bool:
-    """Has a file been replaced by a job that was killed before it removed what lies beside the old one?"""
+    """Has a file been replaced by a job that was killed before it removed what lies beside the old one?
+
+    A copy of the folder may have two files in the place of two names: if they have the time of one file, they are one.
+    Whole seconds are no such time, because some file systems have no others.
+    """
     if is_remote(file):
         return False
     try:
         old, new = replaced_file(file).lstat(), file.lstat()
     except OSError:
         return False
-    return stat.S_ISREG(old.st_mode) and not os.path.samestat(old, new)
+    is_copied = (old.st_size, old.st_mtime_ns) == (new.st_size, new.st_mtime_ns) and old.st_mtime_ns % 1_000_000_000
+    return stat.S_ISREG(old.st_mode) and not (is_copied or os.path.samestat(old, new))
 
 
 def check_no_stale_sidecars(file: Path) -> None:
