@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from ckpt.pipeline import Execution
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import chain_file
+from ckpt_formats.universal.chain.chain_file import LoggedSteps
 from damage import ckpt
+from gradient_logs import TIME, Log, small_layout
 from held import contents
 
 EFFORT = Execution(1)
@@ -73,6 +76,22 @@ def test_compact_writes_whole_tensors_where_it_writes(
     for member in result.after.members:
         version = json.loads((run / member.folder / "manifest.json").read_bytes())["version"]
         assert member.folder in before or version == 1
+
+
+@pytest.mark.slow
+def test_compact_does_not_write_the_boxes_anew_from_which_a_log_goes_on(chain: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(chain, tmp_path / "run")
+    before = chain_file.read(run)
+    parent = before.members[2].content
+    logged = LoggedSteps(f"gradients-{3:010}", "run", 3, 3, parent, TIME)
+    layout = replace(small_layout(first=3), parent=parent)
+    Log(layout, [[], []], []).write(run, chain=chain_file.dump(replace(before, segments=(logged,))))
+    with pytest.raises(UnsupportedError, match="step 3 has boxes, and a log of gradients continues it"):
+        compact(run, Retention(keep=("5",)), DeltaPolicy(), EFFORT)
+    assert kinds(run) == kinds(chain)
+    compact(run, Retention(keep=("1,2,5",)), DeltaPolicy(), EFFORT)
+    assert kinds(run) == [(1, "base"), (2, "delta"), (3, "delta"), (5, "delta"), (7, "delta")]
+    assert chain_file.read(run).members[2].content == parent
 
 
 def test_append_refuses_a_parent_whose_values_it_cannot_compare(chain: Path, tmp_path: Path) -> None:
