@@ -182,7 +182,7 @@ def test_a_run_goes_on_from_a_restored_step_as_if_nobody_had_stopped_it(recorded
         check_state(tmp_path / "live", states[8])
         for options in (["--upto", 7], ["--gradients", "last:0"]):
             refused = ckpt("compact", run, *options)
-            assert (refused.code, "a run is recording the steps" in refused.err) == (11, True), refused.err
+            assert (refused.code, "all its further steps would be lost" in refused.err) == (11, True), refused.err
         assert ckpt("compact", run, "--keep", "all", "--gradients", "last:2").code == 0
     now = state_of(net, optimizer)
     assert all(torch.equal(now[name], tensor) for name, tensor in states[STEPS].items())

@@ -17,7 +17,7 @@ from ckpt.job import AnyProgress, load_kernels
 from ckpt.pipeline import Execution
 from ckpt_formats.core.arguments import Admits, Checked, Count
 from ckpt_formats.core.checkpoint import Checkpoint
-from ckpt_formats.core.errors import CkptError, InvalidArgumentError, LockedError, UnsupportedError
+from ckpt_formats.core.errors import CkptError, InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.universal import manifest
@@ -89,7 +89,11 @@ def plan(run: Path, chain: ChainIndex, retention: Retention, policy: DeltaPolicy
         )
     recorded, chain = chain.segments, _cut(run, chain, retention.upto)
     segments = chain.segments if retention.gradients is None else _last(chain.segments, retention.gradients)
-    _check_not_growing(run, [one for one in recorded if one not in segments])
+    folder.check_not_growing(
+        (run / one.folder for one in recorded if one not in segments),
+        "all its further steps would be lost",
+        "remove only other states: `keep` (--keep)",
+    )
     last = last_step(run, chain)
     steps = set().union(*(_steps(run, chain, one) for one in retention.keep))
     if not any(_reaches(run, one, last) for one in segments):
@@ -190,17 +194,6 @@ def _cut(run: Path, chain: ChainIndex, upto: int | None) -> ChainIndex:
 def _reaches(run: Path, logged: LoggedSteps, step: int) -> bool:
     """Does a segment have this step, logged or as the state that it starts from?"""
     return logged.first <= step <= (open_steps(run, logged).last if logged.step is None else logged.step)
-
-
-def _check_not_growing(run: Path, segments: Sequence[LoggedSteps]) -> None:
-    """Raise `LockedError` if a run records into one of these segments: all its further steps would be lost."""
-    growing = next((run / one.folder for one in segments if folder.is_growing(run / one.folder)), None)
-    if growing is not None:
-        raise LockedError(
-            "a run is recording the steps that would go, and would go on there",
-            where=growing,
-            hint="End the run first. The other states can be removed meanwhile: `keep` (--keep).",
-        )
 
 
 def _last(segments: tuple[LoggedSteps, ...], count: int) -> tuple[LoggedSteps, ...]:

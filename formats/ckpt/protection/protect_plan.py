@@ -10,7 +10,6 @@ from ckpt.protection.work_files import is_protected
 from ckpt_formats.core.arguments import Checked, Count, StrPath
 from ckpt_formats.core.errors import (
     InvalidArgumentError,
-    LockedError,
     NotFoundError,
     OutputError,
     UnsupportedError,
@@ -29,7 +28,7 @@ from ckpt_formats.parity.manifest import (
     check_names,
 )
 from ckpt_formats.stores.location import target_path
-from ckpt_formats.universal.chain.folder import is_growing
+from ckpt_formats.universal.chain.folder import check_not_growing
 
 _PARTS = 16
 """For each part of a single file that may be lost, it has so many."""
@@ -127,7 +126,11 @@ def plan_protect(
         raise NotFoundError("is not a folder" if root.exists() else "there is nothing here", where=root)
     there = [(given.name, given)] if given.is_file() else [one for one in below(root) if is_protected(one[0])]
     check_names([name for name, _ in there], root)
-    _check_none_records([file for _, file in there])
+    check_not_growing(
+        dict.fromkeys(file.parent for _, file in there if file.suffix == LOG),
+        "parity would be of its beginning, to which a repair would cut it off",
+        "give what has ended parity in the chain: `ckpt protect CHAIN --by state`",
+    )
     identities = {file: Identity.of(file.stat()) for _, file in there}
     files = [ProtectedFile(name, identities[file].nbytes) for name, file in there]
     if not any(file.nbytes for file in files):
@@ -156,18 +159,6 @@ def plan_protect(
     name = given.name if given.is_file() else None
     folder = ProtectedFolder(root, places_of(base, elsewhere, lose), BlockHashes.empty(manifest), name)
     return ProtectPlan(folder, elsewhere, identities, overwrite)
-
-
-def _check_none_records(files: Sequence[Path]) -> None:
-    """Raise `LockedError` if a run records into one of the files: a repair would cut off what it wrote since."""
-    folders = dict.fromkeys(file.parent for file in files if file.suffix == LOG)
-    growing = next(filter(is_growing, folders), None)
-    if growing is not None:
-        raise LockedError(
-            "a run is recording into this log, and parity would be of its beginning",
-            where=growing,
-            hint="End the run first, or give what has ended parity in the chain: `ckpt protect CHAIN --by state`.",
-        )
 
 
 def check_no_link(base: Path) -> None:

@@ -3,10 +3,10 @@
 import fcntl
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ckpt_formats.core.errors import OutputError
+from ckpt_formats.core.errors import LockedError, OutputError
 from ckpt_formats.core.folders import CHAIN_LOCK, PARITY
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.publish import flush
@@ -110,6 +110,17 @@ def is_growing(segment: Path) -> bool:
         return any(_is_locked(one) for one in segment.iterdir() if not one.name.startswith(PARITY))
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def check_not_growing(segments: Iterable[Path], consequence: str, otherwise: str) -> None:
+    """Raise `LockedError` if a run records into the folder of one of these segments.
+
+    `consequence` and `otherwise`: what would happen, and what can be done before the run has ended.
+    """
+    growing = next(filter(is_growing, segments), None)
+    if growing is not None:
+        what, hint = f"a run is recording into this log, and {consequence}", f"End the run first, or {otherwise}."
+        raise LockedError(what, where=growing, hint=hint)
 
 
 def _is_locked(path: Path) -> bool:
