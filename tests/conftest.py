@@ -1,6 +1,5 @@
 """Settings of all tests, and the zoo of real checkpoints. Shared arrays, checkpoints and strategies are in `held`."""
 
-import gc
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "OPENBLAS_N
 import pytest
 from hypothesis import HealthCheck, settings
 
+import collector
 import durations
 import megatron_jobs.launch
 from ckpt_cli import notes
@@ -70,6 +70,11 @@ def pytest_collection() -> Iterator[object]:
         return (yield)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    collector.freeze_what_is_there()
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with long tests go first, the longest at once: one that begins last keeps a worker busy while others wait.
@@ -96,7 +101,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _nothing_of_other_commands() -> None:
     """A process runs one command; tests run many in one."""
     notes.begin(as_json=False, verbose=False)
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,6 +16,7 @@ SHAPE = re.compile(
     r"\([a-z0-9_*+ .\[\]]+,[^)]*\)|\((size|shape)\)|\b(any|one|this|same|chunk's) shapes?\b", re.IGNORECASE
 )
 DTYPE = re.compile(r"\b(uint(8|16|32|64)?|int(8|16|32|64)|b?float(16|32|64)|dtypes?)\b")
+CLASS = re.compile(r"^class (\w+)", re.MULTILINE)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -45,34 +46,41 @@ def has_arrays(function: Function) -> bool:
 
 
 @cache
-def classes() -> dict[str, ast.ClassDef]:
-    trees = (ast.parse(path.read_text("utf-8")) for folder in FOLDERS for path in folder.rglob("*.py"))
-    return {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+def paths_of_classes() -> dict[str, Path]:
+    """The module of each class, by its name."""
+    every = [path for folder in FOLDERS for path in folder.rglob("*.py")]
+    return {name: path for path in every for name in CLASS.findall(path.read_text("utf-8"))}
 
 
-def docstring(owner: ast.ClassDef | None, function: Function, known: dict[str, ast.ClassDef]) -> str:
+@cache
+def class_named(name: str) -> ast.ClassDef | None:
+    path = paths_of_classes().get(name)
+    nodes = ast.parse(path.read_text("utf-8")).body if path else []
+    return next((node for node in nodes if isinstance(node, ast.ClassDef) and node.name == name), None)
+
+
+def docstring(owner: ast.ClassDef | None, function: Function) -> str:
     """Return the docstring of a function: of a method without one, that of the method which it overrides."""
     text = ast.get_docstring(function)
     if text is not None or owner is None:
         return text or ""
     for base in owner.bases:
-        parent = known.get(ast.unparse(base))
+        parent = class_named(ast.unparse(base))
         if parent is None:
             continue
         for inner in parent.body:
             if isinstance(inner, Function) and inner.name == function.name and ast.get_docstring(inner):
-                return docstring(parent, inner, known)
-        if inherited := docstring(parent, function, known):
+                return docstring(parent, inner)
+        if inherited := docstring(parent, function):
             return inherited
     return ""
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_functions_of_arrays_name_shapes_and_dtypes(path: Path) -> None:
-    known = classes()
     bad = []
-    for owner, function in functions(ast.parse(path.read_text(encoding="utf-8"))):
-        text = docstring(owner, function, known)
+    for owner, function in functions(ast.parse(path.read_text("utf-8"))):
+        text = docstring(owner, function)
         if has_arrays(function) and not (SHAPE.search(text) and DTYPE.search(text)):
             bad.append(f"{path.name}:{function.lineno} {function.name}")
     assert not bad

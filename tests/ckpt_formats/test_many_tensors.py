@@ -27,6 +27,7 @@ from ckpt_formats.core.errors import CkptError
 from ckpt_formats.core.gc_pause import gc_paused
 from ckpt_formats.engines.dcp.metadata import FORMS, MetadataReader
 from ckpt_formats.registry.opening import open_checkpoint
+from collector import thawed
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -129,22 +130,23 @@ def test_changed_metadata_are_read_or_refused_as_without_forms(seed: int) -> Non
 
 
 def test_objects_count_as_old_when_the_collector_was_paused() -> None:
-    with gc_paused():
-        lists = [[i] for i in range(20_000)]
-    young = {id(one) for one in gc.get_objects(generation=0)}
+    with thawed():
+        with gc_paused():
+            lists = [[i] for i in range(20_000)]
+        young = {id(one) for one in gc.get_objects(generation=0)}
+    assert young
     assert not young & set(map(id, lists))
 
 
 def test_gc_paused_leaves_frozen_objects_frozen() -> None:
     own = [["of the program"]]
-    gc.freeze()
-    try:
+    with thawed():
+        gc.freeze()
         with gc_paused():
             lists = [[i] for i in range(20_000)]
         assert not any(one is own for one in gc.get_objects())  # which lists all but what is frozen
-    finally:
         gc.unfreeze()
-    assert any(one is own for one in gc.get_objects())
+        assert any(one is own for one in gc.get_objects())
     assert len(lists) == 20_000
 
 
