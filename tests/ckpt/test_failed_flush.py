@@ -316,6 +316,12 @@ def test_shards_leave_a_target_that_has_come_from_elsewhere_and_do_not_take_it_f
     Path("out").rmdir()
     assert ckpt(*COMMAND, "--shard", "1/2").code == 0
     assert files(Path("out")) == expected
+    shutil.rmtree("out")  # then they write it again, and nothing says any longer that they are done
+    assert ckpt(*COMMAND, "--shard", "0/2").code == 0
+    for path in Path().glob(".out*/*"):
+        os.utime(path, (0, 0))
+    assert ckpt(*COMMAND, "--shard", "1/2").code == 0
+    assert files(Path("out")) == expected
 
 
 def test_an_error_without_a_file_is_not_one_of_standard_output(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
