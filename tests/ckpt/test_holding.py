@@ -85,6 +85,34 @@ def test_the_whole_save_is_not_freed_while_a_holder_does_not_answer(
     assert hosts.generations == [{"save-10"}] * HOSTS
 
 
+def test_a_save_is_whole_once_its_holders_have_the_last_piece_of_each_rank() -> None:
+    """Only then is the one before it freed."""
+    hosts = Hosts(3, "copies:1")
+    watch = GenerationWatch(hosts.peers, generation(20, 3), Credentials())
+    for rank in range(3):
+        hosts.put("save-20", 20, rank, is_whole=rank < 2)
+    watch.look()
+    assert not watch.is_whole
+    last = PieceName("run", "save-20", "step-20/packs/00002.safetensors", len(b"values"))
+    for host in hosts.peers.holders_of(2):
+        hosts.pieces[host].store(SentPiece(last, digest_of(b"end"), 20, True, False, 3, 20), bytearray(b"end"))
+    watch.look()
+    for one in hosts.holders:
+        one.close()
+    assert watch.is_whole
+
+
+def test_a_list_that_is_replaced_takes_the_memory_of_one() -> None:
+    pieces, name = HeldPieces(1 << 20), PieceName("run", "save-10", "chain.json", 0)
+    for size in (100, 300, 200):
+        content = bytearray(size)
+        pieces.store(SentPiece(name, digest_of(content), 10, True, True, 1, 10), content)
+    after = pieces.nbytes
+    assert pieces.drop("run", 1 << 60) == 0
+    pieces.store(SentPiece(name, digest_of(content), 10, True, True, 1, 10), content)
+    assert pieces.nbytes == after
+
+
 def test_lists_of_all_pieces_become_rare_while_older_generations_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts, list_run, looks = Hosts(3, "parity:2+1"), piece_requests.list_run, list[bool]()
     for name, created in (("save-10", 10), ("save-20", 20)):
