@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import time
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import ckpt
 from ckpt.pipeline.removal import finish_removals, remove_checkpoint
 from ckpt.types import PruneResult
 from ckpt_cli.main import USAGE
+from ckpt_formats.stores.bucket_place import BucketPlace
 from ckpt_formats.stores.location import source_path
 from damage import BROKEN, NOT_FOUND, SAMPLES
 from damage import ckpt as command
@@ -315,6 +317,40 @@ def test_objects_that_are_put_again_after_a_killed_removal_stay(
     assert [meta["path"] for page in obstore.list(server.client, "run") for meta in page] == [
         "run/step-1/model.safetensors"
     ]
+
+
+@pytest.mark.slow
+def test_what_a_removal_has_left_that_is_killed_between_its_requests_is_no_checkpoint(
+    server: StoreServer, user: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job that wrote it could not remove its notes, which say that all is there."""
+    deletions, count = BucketPlace.delete, 0
+
+    def delete(place: BucketPlace, keys: Iterable[str]) -> None:
+        nonlocal count
+        if count == 0:
+            raise KeyboardInterrupt
+        count -= 1
+        deletions(place, keys)
+
+    for number in range(1, 6):
+        url = server.put(f"run-{number}", SAMPLES / "universal-1-plain")
+        for note in ("job", "published"):
+            obstore.put(server.client, f"run-{number}/.ckpt/{note}", b'{"files": ["manifest.json"]}')
+        count = number
+        with monkeypatch.context() as patch:
+            patch.setattr(BucketPlace, "delete", delete)
+            with pytest.raises(KeyboardInterrupt):
+                remove_checkpoint(source_path(url))
+        with pytest.raises(ckpt.CkptError):
+            ckpt.verify(ckpt.open(url))
+        left = {
+            meta["path"].partition("/")[2] for page in obstore.list(server.client, f"run-{number}/") for meta in page
+        }
+        assert ".ckpt/published" not in left
+        assert number == 1 or "manifest.json" not in left
+        ckpt.clean(url)
+        assert not [meta for page in obstore.list(server.client, f"run-{number}/") for meta in page]
 
 
 @pytest.mark.slow

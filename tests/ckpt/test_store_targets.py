@@ -9,13 +9,14 @@ import obstore
 import pytest
 
 import ckpt as library
-from ckpt.pipeline import lease
+from ckpt.pipeline import Execution, bucket_target, lease
 from ckpt.pipeline import target as life
 from ckpt.pipeline.lease_owner import LeaseOwner, this_machine
 from ckpt_formats.core.errors import LockedError, OutputError
 from ckpt_formats.stores import bucket as buckets
 from ckpt_formats.stores.bucket import Bucket
 from ckpt_formats.stores.bucket_place import BucketPlace
+from ckpt_formats.stores.location import target_path
 from damage import SAMPLES, ckpt
 from object_stores import BUCKET, StoreServer, faulty, reached, seaweedfs, unconditional
 
@@ -297,6 +298,40 @@ def test_a_lease_that_was_taken_over_ends_the_work(user: StoreServer, monkeypatc
         refused = ckpt("convert", ZERO1, url)
     assert refused.code == 11
     assert objects_below(user, "a/out").keys() == there
+
+
+@pytest.mark.slow
+def test_a_process_whose_lease_was_taken_over_deletes_nothing(user: StoreServer) -> None:
+    """It does not know yet: it renews its lease in a while. What is there may be what the other one has published."""
+    url = f"s3://{BUCKET}/a/out"
+    assert ckpt("convert", PLAIN, url).code == 0
+    obstore.put(user.client, "a/out/.ckpt/job", json.dumps({"files": list(files_below(PLAIN))}).encode())
+    obstore.delete(user.client, "a/out/manifest.json")
+    before = objects_below(user, "a/out")
+    with bucket_target.open_target(target_path(url), Execution(), None) as stage:
+        obstore.put(user.client, "a/out/.ckpt/lease", b"{}")
+        with pytest.raises(LockedError):
+            stage.remove()
+    assert objects_below(user, "a/out") == {**before, ".ckpt/lease": b"{}"}
+    assert ckpt("clean", url).code == 11
+    obstore.delete(user.client, "a/out/.ckpt/lease")
+    assert ckpt("clean", url).code == 0
+    assert objects_below(user, "a/out") == {}
+
+
+@pytest.mark.slow
+def test_an_object_that_somebody_has_replaced_is_noticed_before_the_target_appears(
+    user: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damage(point: life.Point) -> None:
+        if point == "committed":
+            obstore.put(user.client, "a/out/packs/00000.safetensors", b"other")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(life, "reached", damage)
+        refused = ckpt("convert", PLAIN, f"s3://{BUCKET}/a/out")
+    assert (refused.code, "as it has acknowledged it" in refused.err) == (30, True)
+    assert "manifest.json" not in objects_below(user, "a/out")
 
 
 def test_a_store_that_ignores_conditions_is_refused(server: StoreServer, tmp_path: Path) -> None:
