@@ -26,6 +26,7 @@ COUNT = 10_000
 NAMES = tuple(f"model.layers.{i}.mlp.experts.down_proj.weight" for i in range(COUNT))
 FOLDER = Path("/scratch/" + "a-long-name/" * 30)
 RULES = tuple(ckpt.Rule(name) for name in NAMES[:100])
+HISTOGRAM = ckpt.types.Histogram(-44, (COUNT,) * 90)
 NOTICE = ckpt.types.Notice("a sentence " * 30, NAMES)
 
 
@@ -49,6 +50,9 @@ OBJECTS: dict[str, Callable[[ckpt.Checkpoint], Any]] = {
     "plan": lambda run: ckpt.Job(run, "no-such-target", "safetensors").plan(),
     "file plan": lambda run: ckpt.types.FilePlan(NAMES[0] * 9, tuple(run.values())),
     "diff": lambda run: ckpt.types.Diff(tuple(TensorDiff(name, "model", "equal") for name in NAMES)),
+    "sums of a difference": lambda run: ckpt.types.DiffSums(*[COUNT**5 + 1 / 3] * 8, HISTOGRAM),
+    "figures": lambda run: ckpt.types.Figures(*[COUNT**5 + 1 / 3] * 8, HISTOGRAM),
+    "histogram": lambda run: HISTOGRAM,
     "finding": lambda run: ckpt.types.Finding("coverage", "what " * 100, str(FOLDER), NAMES),
     "report": lambda run: ckpt.types.Report((ckpt.types.Finding("copy", "what", "where"),) * COUNT),
     "edit": lambda run: run.rename(dict.fromkeys(NAMES[:1], "w")).history[-1],

@@ -6,6 +6,7 @@ from math import sqrt
 import numpy as np
 
 from ckpt_formats.core.dtypes import is_float
+from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.core.tensor import Array
 from ckpt_formats.core.transfer import as_bytes
 
@@ -22,6 +23,8 @@ class Histogram:
 
     lowest: int = 0
     counts: tuple[int, ...] = ()
+
+    __repr__ = short_repr
 
     def __add__(self, other: "Histogram") -> "Histogram":
         if not (self.counts and other.counts):
@@ -56,6 +59,8 @@ class DiffSums:
     first_not_finite: int = 0
     """Of the first tensor's elements alone; `second_not_finite` likewise."""
     second_not_finite: int = 0
+
+    __repr__ = short_repr
 
     def __add__(self, other: "DiffSums") -> "DiffSums":
         return DiffSums(

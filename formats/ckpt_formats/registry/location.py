@@ -309,7 +309,7 @@ def _meant(path: Path) -> str | None:
     close = get_close_matches(path.name, names_in(path.parent), n=3)
     if close:
         return f"Did you mean {' or '.join(map(printable, close))}?"
-    return None if path.is_absolute() else f"It was looked for in {printable(str(Path.cwd()))}.{_on_hub(path)}"
+    return None if path.is_absolute() else f"ckpt looked in {printable(str(Path.cwd()))}.{_on_hub(path)}"
 
 
 def _on_hub(path: Path) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from ckpt.compare.sums import Histogram
 from ckpt_codecs.native.stats import EXPONENT_COUNT, SUM_PARTS, count_values, measure_floats
 from ckpt_formats.core.dtypes import DType
+from ckpt_formats.core.short_repr import short_repr
 from ckpt_formats.core.tensor import Array
 
 PIECE = 1 << 23
@@ -43,6 +44,8 @@ class Figures:
     """The sum of their squares."""
     histogram: Histogram = field(default_factory=Histogram)
     """How many finite values that are not zero have a magnitude in [2^k, 2^(k+1))."""
+
+    __repr__ = short_repr
 
     def __add__(self, other: "Figures") -> "Figures":
         return Figures(
