@@ -26,7 +26,8 @@ import numpy as np
 from ckpt.following.follower import Follower
 from ckpt.following.served import ServedFolder
 from ckpt.following.source import PublishedSource
-from ckpt.publishing.publication import Publication, open_publication, put_object
+from ckpt.publishing.publication import Publication, open_publication
+from ckpt.publishing.published_objects import put_object
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.stores.location import target_path

@@ -35,7 +35,8 @@ from ckpt.following.follow import follow_into
 from ckpt.following.follower import Follower
 from ckpt.following.served import CURRENT, RECORD, ServedFolder
 from ckpt.following.source import PublishedSource
-from ckpt.publishing.publication import Publication, open_publication, put_object
+from ckpt.publishing.publication import Publication, open_publication
+from ckpt.publishing.published_objects import put_object
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt.publishing.retention import remove_unneeded
 from ckpt_cli.main import cli

@@ -23,7 +23,8 @@ import numpy as np
 
 from ckpt.following.follower import Follower
 from ckpt.following.served import CURRENT, RECORD
-from ckpt.publishing.publication import open_publication, put_object
+from ckpt.publishing.publication import open_publication
+from ckpt.publishing.published_objects import put_object
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal.published.records import StepRecord

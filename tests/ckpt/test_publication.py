@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from ckpt.publishing.folds import FoldAnchors
-from ckpt.publishing.publication import last_step, open_publication, put_object
+from ckpt.publishing.publication import last_step, open_publication
+from ckpt.publishing.published_objects import put_object
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt.publishing.retention import remove_unneeded
 from ckpt_formats.core.errors import (

@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 
 from ckpt.publishing.folds import EncodedFold, FoldAnchors
-from ckpt.publishing.publication import FoldShares, Publication, open_publication, put_object
+from ckpt.publishing.publication import FoldShares, Publication, open_publication
+from ckpt.publishing.published_objects import put_object
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt_formats.stores.location import place_at
 from ckpt_formats.universal.published.model import PublishedModel

@@ -5,7 +5,6 @@ stored before is used if the same bytes are published again. Two processes never
 the chain, and the head is replaced only if it is the one that this process has put or read last.
 """
 
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ckpt.pipeline.lease import Right, hold
-from ckpt_formats.core.claims import MAX_LIST
+from ckpt.publishing.published_objects import create, create_chain, put_object, read_model, read_record_bytes
 from ckpt_formats.core.errors import (
     CkptError,
     CorruptError,
@@ -27,10 +26,7 @@ from ckpt_formats.core.errors import (
 )
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.place import Place, Version
-from ckpt_formats.core.publish import flush
-from ckpt_formats.core.store_path import StorePath
 from ckpt_formats.stores.location import place_at
-from ckpt_formats.universal.chain import chain_file, folder
 from ckpt_formats.universal.published.model import MAX_MODEL, PublishedModel, model_digest
 from ckpt_formats.universal.published.records import (
     FOLDER,
@@ -38,7 +34,6 @@ from ckpt_formats.universal.published.records import (
     MAX_EPOCH,
     MAX_FOLDS,
     MAX_HEAD,
-    MAX_RECORD,
     MAX_STEP,
     Head,
     ObjectRef,
@@ -53,11 +48,8 @@ from ckpt_formats.universal.published.route import Route, find_route, read_recor
 
 _LEASE = f"{FOLDER}/lease"
 _PUBLISHING = "publishing into this chain"
-_SINGLE_REQUEST = 16 << 20
-"""Bytes of an object that is put by one request; larger ones are uploaded in parts."""
 _REQUESTS = 16
 """Records that are read at once."""
-_FOLDERS = ("steps", "folds", "objects", "receipts")
 FOLDS = {4: 4, 16: 16, 48: 16}
 """How many steps a fold joins, and after how many steps the next such fold ends, both counted from the base.
 
@@ -307,7 +299,7 @@ class Publication:
         """The keys of all objects that a record needs: those of the ranks, the model and the model's files."""
         record = self.record_at(key)
         if record.model not in self._files_of_models:
-            files = _read_model(self.place, record.model, self.run).files.values()
+            files = read_model(self.place, record.model, self.run).files.values()
             self._files_of_models[record.model] = {one.key for one in files}
         own = {one.object.key for one in record.shares}
         return {record.model.key, *own, *self._files_of_models[record.model]}
@@ -399,7 +391,7 @@ class Publication:
                 self.removed.discard(one.object.key)
 
     def _check_model(self, ref: ObjectRef) -> None:
-        if model_digest(_read_model(self.place, ref, self.run)) != model_digest(self.model):
+        if model_digest(read_model(self.place, ref, self.run)) != model_digest(self.model):
             raise UnsupportedError(
                 "this chain has another model: other names, shapes or dtypes",
                 where=self.run,
@@ -468,7 +460,7 @@ class Publication:
         return Head.from_bytes(data, self.run / HEAD, self._key)
 
     def _read(self, key: str) -> bytes | None:
-        return _read_record(self.place, key)
+        return read_record_bytes(self.place, key)
 
     def _locked(self) -> LockedError:
         self._is_lost = True
@@ -502,7 +494,7 @@ def open_publication(
     """
     place = place_at(run, read_back)
     try:
-        _create_chain(run, place)
+        create_chain(run, place)
         with hold(place, _LEASE, run, locks, _PUBLISHING) as right:
             publication = Publication(run, place, right, model, signing_key, files)
             publication._load()
@@ -530,8 +522,8 @@ def last_step(run: Path, signing_key: bytes | None = None) -> LastStep | None:
     if there is None:
         return None
     head = Head.from_bytes(there[0], run / HEAD, signing_key)
-    record = read_record(head.record, partial(_read_record, place), run, signing_key)
-    return LastStep(head, record, _read_model(place, record.model, run))
+    record = read_record(head.record, partial(read_record_bytes, place), run, signing_key)
+    return LastStep(head, record, read_model(place, record.model, run))
 
 
 def due_lengths(number: int) -> list[int]:
@@ -542,97 +534,6 @@ def due_lengths(number: int) -> list[int]:
 def is_base_due(head: Head) -> bool:
     """Whether the deltas since the base exceed half of it."""
     return 2 * head.delta_nbytes > head.base_nbytes
-
-
-def put_object(place: Place, ref: ObjectRef, data: bytes, scratch: Path | None = None) -> None:
-    """Store an object of a chain; if it is there, nothing is written. Raises `OSError`, `OutputError`.
-
-    scratch: the folder for a large object on its way to a store; None: where the system has temporary files.
-    """
-    try:
-        if place.local is None and len(data) > _SINGLE_REQUEST:
-            _upload(place, ref.key, data, scratch)
-        else:
-            create(place, ref.key, data)
-    except FileExistsError:
-        there = place.head(ref.key)
-        if there is None or there.nbytes != ref.nbytes:
-            raise OutputError(
-                "the object with this name is damaged", where=place.where(ref.key), hint="Remove it, and publish again."
-            ) from None
-
-
-def create(place: Place, key: str, data: bytes) -> Version:
-    """Create an object of a chain, which stays when this returns. Raises `FileExistsError` if it exists."""
-    below, _, name = key.rpartition("/")
-    return place.within(below).replace(name, data, None)
-
-
-def _read_record(place: Place, key: str) -> bytes | None:
-    there = place.read(key, MAX_RECORD)
-    return None if there is None else there[0]
-
-
-def _read_model(place: Place, ref: ObjectRef, run: Path) -> PublishedModel:
-    there = place.read(ref.key, MAX_MODEL)
-    if there is None:
-        raise CorruptError("the model of the last step is missing", where=run / ref.key)
-    ref.check(there[0], str(run / ref.key))
-    return PublishedModel.from_bytes(there[0], run / ref.key)
-
-
-def _upload(place: Place, key: str, data: bytes, scratch: Path | None) -> None:
-    with tempfile.TemporaryDirectory(prefix="ckpt-", dir=scratch) as temporary:
-        path = Path(temporary, "object")
-        path.write_bytes(data)
-        place.create_from(key, path, lambda: None)
-
-
-def _create_chain(run: Path, place: Place) -> None:
-    """Create `chain.json` and the folders, unless they are there. Raises unless it is that of a published chain."""
-    if isinstance(run, StorePath) and not run.key:
-        raise OutputError("is a bucket", where=run, hint=f"Name a chain in it, such as {run}/policy.chain.")
-    there = place.read(chain_file.NAME)
-    if there is None:
-        if run.exists():
-            _check_no_other(run)
-        if place.local is not None:
-            folder.make(run)
-            _make_folders(run)
-        data = chain_file.dump(chain_file.ChainIndex((), is_published=True))
-        try:
-            place.replace(chain_file.NAME, data, None)
-            return
-        except FileExistsError:
-            there = place.read(chain_file.NAME)
-    if there is None or len(there[0]) > MAX_LIST or not chain_file.parse(there[0], run / chain_file.NAME).is_published:
-        raise UnsupportedError(
-            "is a chain of checkpoints, into which no steps are published",
-            where=run,
-            hint="Publish into a new chain. `ckpt append` adds a checkpoint to this one.",
-        )
-    if place.local is not None:
-        _make_folders(run)
-
-
-def _check_no_other(run: Path) -> None:
-    """Raise `OutputError` if a folder has something else than the beginning of a published chain."""
-    if not run.is_dir() or any(
-        one.name != FOLDER and not one.name.startswith(f".{chain_file.NAME}-") for one in run.iterdir()
-    ):
-        raise OutputError(
-            "exists already, and is not a published chain", where=run, hint="Name a folder that does not exist yet."
-        )
-
-
-def _make_folders(run: Path) -> None:
-    parent = run / FOLDER
-    missing = [one for one in (parent, *(parent / name for name in _FOLDERS)) if not one.is_dir()]
-    for one in missing:
-        one.mkdir(exist_ok=True)
-    if missing:
-        flush(parent)
-        flush(run)
 
 
 def _are_same(shares: Sequence[RankShare], others: Sequence[RankShare]) -> bool:

@@ -16,8 +16,8 @@ from ckpt.publishing.publication import (
     is_base_due,
     last_step,
     open_publication,
-    put_object,
 )
+from ckpt.publishing.published_objects import put_object
 from ckpt.publishing.rank_buffers import EncodedShare, RankBuffers
 from ckpt.publishing.retention import KeepSteps, remove_unneeded
 from ckpt.publishing.source import ExportedModel, Names, exported_model

@@ -34,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.publishing.folds import FoldAnchors
-from ckpt.publishing.publication import FoldShares, Publication, open_publication, put_object
+from ckpt.publishing.publication import FoldShares, Publication, open_publication
+from ckpt.publishing.published_objects import put_object
 from ckpt.publishing.rank_buffers import RankBuffers
 from ckpt.publishing.retention import remove_unneeded
 from ckpt_formats.containers.json_checks import FieldReader
