@@ -9,7 +9,7 @@ import pytest
 
 import ckpt as library
 from ckpt.pipeline.targets import clean
-from ckpt_formats.core.errors import CkptError, OutputError
+from ckpt_formats.core.errors import CkptError, LockedError, OutputError
 from ckpt_formats.stores import repetition
 from ckpt_formats.stores.location import target_path
 from ckpt_formats.universal.chain import chain_file
@@ -266,27 +266,34 @@ def test_target_is_complete_with_a_note_without_the_right_to_delete(
 
 
 def test_list_that_is_read_as_it_was_removes_no_step(store: LyingStore, operations: dict[str, Operation]) -> None:
-    """Two steps are published; the list is read with one of them, under the e_tag of the list that there is."""
+    """Two steps are published; whoever reads the list, or a listing, sees the one that named the first of them."""
     operation = operations["append"]
     begun(operation, store, lambda truth: truth.answer)
     operation.run()
     files = files_there(operation, store)
     key = f"{operation.target}/chain.json"
-    old, now = Object.of(operation.before[key]), store.truth.objects[key]
+    old, objects = Object.of(operation.before[key]), dict(store.truth.objects)
 
     def tell(truth: MemoryStore) -> Handler:
         def answer(request: Request) -> Answer:
-            given = truth.answer(request)
-            if (request.kind, request.key) != ("get", key) or given.status not in (200, 206):
-                return given
-            whole = {name: value for name, value in given.headers.items() if name != "content-range"}
-            return Answer(200, {**whole, "etag": old.e_tag}, old.data)
+            if request.kind not in ("get", "head", "list"):
+                return truth.answer(request)
+            with truth.lock:
+                now = truth.objects[key]
+                truth.objects[key] = old
+                try:
+                    return truth.answer(request)
+                finally:
+                    truth.objects[key] = now
 
         return answer
 
     store.tell(tell)
-    with pytest.raises(CkptError):
+    with pytest.raises(LockedError, match="another process has changed this chain"):
         operation.run()
     store.be_honest()
-    assert store.truth.objects[key].e_tag == now.e_tag
+    assert store.truth.objects[key].e_tag == objects[key].e_tag
     assert normal(files_there(operation, store)) == normal(files)
+    members = [one for one in objects if "/step-" in one]
+    assert members
+    assert all(store.truth.objects.get(one) is objects[one] for one in members), "removed, and written again"
