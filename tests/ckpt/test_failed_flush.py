@@ -32,6 +32,8 @@ from ckpt_formats.core.folders import replaced_file
 from ckpt_formats.registry.opening import open_checkpoint
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.chain_file import ChainIndex
+from ckpt_formats.universal.entry import Extent
+from ckpt_formats.universal.pack_file import PlacedStates
 from clusters import files
 from damage import FULL, OUTPUT, SAMPLES, ckpt
 from held import states
@@ -367,6 +369,24 @@ def test_disk_begins_with_a_file_while_it_is_written_if_the_file_is_flushed_afte
     monkeypatch.setattr(publish, "_sync_file_range", lambda: None)  # on systems that lack the call
     write_sealed(tmp_path, "without", parts, is_flushed=True)
     assert (tmp_path / "without").read_bytes() == b"".join(parts)
+
+
+def test_disk_begins_with_states_in_a_single_file_but_with_no_page_that_has_bytes_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, begun = publish._sync_file_range(), list[tuple[int, int]]()
+
+    def recorded(file: int, start: int, nbytes: int, flags: int) -> int:
+        begun.append((start, nbytes))
+        return int(call(file, start, nbytes, flags))
+
+    monkeypatch.setattr(publish, "_sync_file_range", lambda: recorded)
+    mebi = 1 << 20
+    with PlacedStates(tmp_path / "single", Extent(0, mebi + 5, 24 * mebi)) as placed:
+        for number in range(24):
+            placed.write(bytes([number]) * mebi)
+    assert begun == [(2 * mebi, 8 * mebi), (10 * mebi, 8 * mebi)]  # the next would end at 26 MiB
+    assert (tmp_path / "single").read_bytes()[mebi + 5 :] == b"".join(bytes([n]) * mebi for n in range(24))
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EINVAL])

@@ -20,6 +20,8 @@ _UNABLE_TO_BEGIN = (*_UNABLE, errno.ESPIPE, errno.ENOMEM, errno.EAGAIN, errno.EI
 _SYNC_FILE_RANGE_WRITE = 2
 _EARLY_NBYTES = 8 << 20
 """Bytes that the disk gets at a time while a file is written."""
+_SHARED_UNIT = 2 << 20
+"""The largest page of the cache: Linux makes none that is larger than one `write`, of which ours have 1 MiB."""
 _FLUSHES = 8
 """Files that are flushed at the same time: each waits for the disk, even for a clean file."""
 
@@ -57,11 +59,16 @@ class EarlyFlush:
     nothing else: ext4 drops pages for which it gets no blocks.
     """
 
-    def __init__(self, path: Path, file: int, start: int = 0) -> None:
-        """`file`: the descriptor. `start`: the first byte that is written."""
+    def __init__(self, path: Path, file: int, start: int = 0, is_shared: bool = False) -> None:
+        """`file`: the descriptor. `start`: the first byte that is written. `is_shared`: others write other ranges.
+
+        Of a shared file, only whole units of 2 MiB go to the disk early: if it does not take a page, the bytes of
+        nobody else are in it. The flush takes the rest.
+        """
         self._path = path
         self._file = file
-        self._start = start
+        self._unit = _SHARED_UNIT if is_shared else 1
+        self._start = -(-start // self._unit) * self._unit
         self._call = _sync_file_range()
 
     def note(self, stop: int) -> None:
@@ -69,6 +76,7 @@ class EarlyFlush:
 
         Raises `FlushError` if the disk does not take them.
         """
+        stop -= stop % self._unit
         if self._call is None or stop - self._start < _EARLY_NBYTES:
             return
         if self._call(self._file, self._start, stop - self._start, _SYNC_FILE_RANGE_WRITE):

@@ -96,6 +96,7 @@ class PlacedStates(PackFile):
 
     def __init__(self, path: Path, place: Extent) -> None:
         super().__init__(path, place.pack, place.offset)
+        self._early = EarlyFlush(path, self._out.fileno(), place.offset, is_shared=True)
         self._end = place.offset + place.nbytes
 
     @staticmethod
