@@ -26,7 +26,7 @@ DEPENDENCIES = re.findall(r'^  "([^"]+)"', PROJECT[PROJECT.index("\ndependencies
 TESTING = ["hypothesis", "jsonschema", "psutil", "pytest", "pytest-timeout", "safetensors"]
 TESTS = [
     *(f"tests/ckpt_formats/test_{name}.py" for name in ("layout", "rules", "geometry")),
-    *(f"tests/ckpt_cli/test_{name}.py" for name in ("options", "completion", "columns", "paths")),
+    *(f"tests/ckpt_cli/test_{name}.py" for name in ("options", "completion", "columns", "paths", "late_dataclasses")),
 ]
 IMPORT_ALL = """\
 import importlib, pkgutil

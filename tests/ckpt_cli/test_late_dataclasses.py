@@ -69,6 +69,8 @@ def answers(make: Callable[..., Any]) -> Iterator[Answer]:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(dataclasses), "exec", exec)  # as it is, when the test ends
+    monkeypatch.setitem(sys.modules, "ckpt_points", sys.modules[__name__])  # classes made here are ours
+    monkeypatch.setitem(globals(), "__name__", "ckpt_points")
     compile_dataclasses_late()
 
 
@@ -100,6 +102,11 @@ def test_a_method_of_a_class_above_is_compiled_into_that_class(late: None) -> No
     assert "__init__" in vars(Below)
     assert [Base(4).x, Below(5).x] == [4, 5]
     assert Base.__init__.__code__.co_varnames == ("self", "x")
+
+
+def test_a_class_of_a_library_is_made_at_once(late: None) -> None:
+    other: Any = dataclass(type("Other", (), {"__annotations__": {"x": int}, "__module__": "collections"}))
+    assert other.__init__.__code__.co_varnames == ("self", "x")
 
 
 COMPILED = """
