@@ -89,7 +89,7 @@ def follow_options(function: F) -> F:
                 type=click.FloatRange(min=0.01),
                 default=0.2,
                 show_default=True,
-                help="Seconds between two looks for a step, where the store cannot wait for one.",
+                help="Seconds between two checks for a step, where the store cannot wait for one.",
             ),
             click.option(
                 "--key",

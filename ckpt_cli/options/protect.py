@@ -54,7 +54,7 @@ _DOMAINS = click.option(
     "--domains",
     type=FileToRead(Path),
     metavar="FILE",
-    help="Table of what is lost together: lines DOMAIN PATTERN, of which the first that matches a file counts.",
+    help="Table of what is lost together: lines DOMAIN PATTERN. The first that matches a file counts.",
 )
 _JUMP = click.option(
     "--jump",

@@ -76,7 +76,7 @@ _WATCH = (
         type=click.FloatRange(min=0.1),
         default=5.0,
         show_default=True,
-        help="Seconds between two looks. A checkpoint whose files do not change for so long is complete.",
+        help="Seconds between two checks. A checkpoint whose files do not change for so long is complete.",
     ),
 )
 

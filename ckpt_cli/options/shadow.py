@@ -126,8 +126,8 @@ def shadow_options(command: F) -> F:
                 "--base-every",
                 type=numbers(Positive),
                 metavar="N",
-                help="Add a base to CHAIN at the first step, N or more steps after the last base, of which the run "
-                "recorded a fingerprint. It is compared with that first.",
+                help="Add a base to CHAIN when N steps have passed since the last one, at the next step with a "
+                "fingerprint of the run, after comparing both.",
             ),
             group="Work",
         ),

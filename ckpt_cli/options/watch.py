@@ -38,7 +38,7 @@ _OPTIONS = (
         type=DurationType(),
         default="5s",
         show_default=True,
-        help="Time between two looks. A checkpoint whose files do not change for so long may be complete.",
+        help="Time between two checks. A checkpoint whose files do not change for so long may be complete.",
     ),
     click.option("--once", is_flag=True, help="End when the checkpoints that are complete now are stored: for cron."),
     click.option(

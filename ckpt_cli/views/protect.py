@@ -237,7 +237,7 @@ def protect_states(
     if lose is None:
         place = printable(str(chain))
         notes.note(
-            f"the parity of {place} is that of the chain as it was; protect it anew: ckpt protect {place} --overwrite"
+            f"the parity of {place} covers an earlier state of it; protect it again: ckpt protect {place} --overwrite"
         )
         return
     notes.flush()

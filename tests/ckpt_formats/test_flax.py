@@ -180,7 +180,7 @@ def test_flax_matches_optimizer_states_to_parameters(tmp_path: Path) -> None:
 def test_flax_bounds_the_bytes_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(container, "_MAX_READ", 1000)
     tree = {str(i): "text" * 30 for i in range(10)}
-    with pytest.raises(UnsafeError, match="more than 1,000 bytes that are no arrays"):
+    with pytest.raises(UnsafeError, match="more than 1,000 bytes that are not arrays"):
         ckpt.open(file(tmp_path, {"w": np.ones(2, np.float32), **tree}))
 
 

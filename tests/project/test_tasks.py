@@ -73,7 +73,7 @@ PRINTS = {
     "latest steps --verify --json": r'"step": 300, .*"verified": true, "passed_over": \[\]',
     "verify run/global_step5": r"^ok: .* 39 checksums over 478.3 KiB match",
     "verify --quick run/global_step5": r"^ok: .* no tensor was read",
-    "verify --all kept": r"ok: kept/step-1.*ok: kept/step-2.*ok: all 2 checkpoints",
+    "verify --all saves": r"ok: saves/step-1.*ok: saves/step-2.*ok: all 2 checkpoints",
     "diff run/global_step5 fsdp": r"different: ",
     "diff run/global_step5 fsdp --html diff.html": r"different: ",
     "check ddp.pt --like clean-keys.txt": r"everything fits: --rename '\^module\\.='.*2 missing, 2 unexpected",
@@ -219,7 +219,7 @@ WRITTEN: dict[str, Check] = {
     ),
     "merged": lambda target: bool((np.asarray(target["head.weight"]) == 5).all()),  # 1 + 4 / 2 * (1 * 1 + 1 * 1)
     "mean": is_moved(0.75),
-    "mean-of-two": is_same("kept/step-2"),
+    "mean-of-two": is_same("saves/step-2"),
     "ema.safetensors": lambda target: np.allclose(np.asarray(target["w"]), 1.005989),
     "merged-again.safetensors": is_same("merged"),
     "arc": is_moved(1 - math.sin(0.7 * math.pi / 2)),  # to zeros, which mergekit takes for a right angle
@@ -260,9 +260,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copy(tmp_path / "trainer" / name, tmp_path / "checkpoint-500")
     (tmp_path / "resumed").mkdir()
     torch.save({f"module.layer{i}.weight": torch.ones(2) for i in range(2)}, tmp_path / "ddp.pt")
-    (tmp_path / "kept").mkdir()
+    (tmp_path / "saves").mkdir()
     for step in (1, 2):
-        library.save(run.weights_only(), tmp_path / "kept" / f"step-{step}", library.Universal())
+        library.save(run.weights_only(), tmp_path / "saves" / f"step-{step}", library.Universal())
     (tmp_path / "clean-keys.txt").write_text("layer0.weight\nlayer1.weight\n")
     torch.save({"model": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "stranger.pt")
     for step in range(1, 5):

@@ -192,7 +192,7 @@ def _order(
         shapes = ", ".join(f"{list(one.b.shape)} times {list(one.a.shape)}" for one in module.wrapped)
         raise refusal(
             adapter,
-            f"which updates of {shapes} of `{printable(root)}` are of {', '.join(module.parameters)} is unknown",
+            f"which updates of {shapes} of `{printable(root)}` belong to {', '.join(module.parameters)} is unknown",
         )
     return fitting[0]
 

@@ -179,7 +179,7 @@ class _ChainCopy:
         if others:
             step = _last_common(copied, common - others, others)
             hint = _HINT if step is None else _HINT_OF_CUT.format(printable(str(self.change.run)), step)
-            what = f"its {list_names(sorted(others), str, 1)} is another one than that of the chain"
+            what = f"its {list_names(sorted(others), str, 1)} differs from that of the chain"
             raise OutputError(what, where=self.change.run, hint=hint)
 
     def _put_segment(self, run: Path, logged: LoggedSteps, there: dict[str, ObjectEntry]) -> int | None:

@@ -53,7 +53,7 @@ def check_nothing_beside(target: Path, is_sealed: bool = False) -> None:
     for place in () if is_remote(target) else own:
         if os.path.lexists(place):
             raise OutputError(
-                f"is of a file {printable(target.name)} that is gone, and would call another one damaged",
+                f"belongs to {printable(target.name)}, which is gone, and does not fit a new file of that name",
                 where=place,
                 hint="Remove it, or choose another target.",
             )

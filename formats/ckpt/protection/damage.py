@@ -240,7 +240,7 @@ def _what_of_copy(copy: ManifestCopy | None, digest: bytes) -> str | None:
     if copy is None:
         return "missing"
     if copy.digest is None:
-        return "not the manifest that its checksum is of"
+        return "the manifest does not match its checksum"
     return None if copy.digest == digest else "another manifest than most copies"
 
 

@@ -294,7 +294,7 @@ def _earlier(run: Path, lose: int) -> ProtectedFolder | None:
     there = find_parity(run)
     if not is_of_members(there.manifest) or there.unnamed or there.manifest.parities != lose:
         raise OutputError(
-            f"has parity of another kind, and not groups of states of which {lose} may be lost",
+            f"has parity of another kind, not groups that may lose {lose} states each",
             where=there.base,
             hint=f"Write it anew: ckpt protect {printable(str(run))} --by state --lose {lose} --overwrite",
         )

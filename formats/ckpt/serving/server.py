@@ -340,7 +340,7 @@ def _parsed(target: str, headers: Message, served: str) -> _FileRequest:
     try:
         fields = parse_qs(query, keep_blank_values=True, max_num_fields=_MAX_FIELDS)
     except ValueError:
-        raise NotFoundError("a query that is none of this server's") from None
+        raise NotFoundError("this server does not know the query") from None
     is_list = "list" in fields
     wait = _WAIT.search(headers.get("Prefer", ""))
     return _FileRequest(

@@ -216,7 +216,7 @@ class _TreeReader:
         self._at += nbytes
         self._read_nbytes += nbytes
         if self._read_nbytes > _MAX_READ:
-            raise UnsafeError(f"holds more than {_MAX_READ:,} bytes that are no arrays", where=self._path)
+            raise UnsafeError(f"holds more than {_MAX_READ:,} bytes that are not arrays", where=self._path)
         read = self._file.read(nbytes)
         if len(read) != nbytes:
             raise self._corrupt("it became shorter while it was read")

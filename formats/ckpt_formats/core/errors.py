@@ -148,5 +148,5 @@ def flaw(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, (TypeError, AttributeError)):
-        return "a value is of another kind than it should be"
+        return "a value has the wrong type"
     return f"a value is not as it should be ({str(error)[:100]})"

@@ -47,7 +47,7 @@ def check_states(
         raise IncompleteError(
             f"the optimizer has no states of {list_names(without)}, but of others in the same group",
             where=where,
-            hint="Files are missing, or are of another save: copy all files of one step again.",
+            hint="Files are missing, or belong to another save: copy all files of one step again.",
         )
     if without:
         text = "the optimizer has no state of these parameters: it never updated them, or their states are missing"
@@ -94,7 +94,7 @@ def _check_kind(states_by_name: Mapping[str, States], number: int, where: Path) 
                 "other "
                 f"parameters of optimizer group {number} have",
                 where=where,
-                hint="Files are missing, or are of another save: copy all files of one step again.",
+                hint="Files are missing, or belong to another save: copy all files of one step again.",
             )
         names_by_lack.setdefault(", ".join(f"`{printable(state)}`" for state in lacking), []).append(name)
     for lacking_text, names in names_by_lack.items():

@@ -101,7 +101,7 @@ def _check_files(member: MetadataFolder, by_rank: Sequence[Metadata]) -> None:
         if strange := list(stale_files(folder, own)):
             raise IncompleteError(
                 f"no rank's metadata name {list_names(strange, printable)}: the save of a rank was broken off, or "
-                "these are of another save",
+                "these belong to another save",
                 where=folder,
                 hint="Copy the metadata of all ranks; or remove these files if they are of an earlier save.",
             )

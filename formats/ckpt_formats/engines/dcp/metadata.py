@@ -178,7 +178,7 @@ class MetadataReader:
         notices: tuple[Notice, ...] = ()
         version = root.get("version")
         if version not in (None, _VERSION):
-            text = f"the metadata are of version {printable(str(version))[:20]}, which is not known: read as {_VERSION}"
+            text = f"the metadata have the unknown version {printable(str(version))[:20]}: read as {_VERSION}"
             notices = (Notice(text, weight=Weight.UNSURE),)
         files, empty = tuple(self._files), tuple(self._empty)
         return Metadata(tensors, objects, paths, files, items.values(), empty, notices, nesting)

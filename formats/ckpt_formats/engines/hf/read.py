@@ -37,7 +37,7 @@ HAS_RECIPE = Notice(
 WITHOUT_BASE = "an adapter of PEFT, without its base model"
 """How the notice on an adapter begins."""
 _NO_OPTIMIZER = Notice(
-    "the folder is of a run, but it has no file of the optimizer (optimizer.pt, optimizer.bin): no states are read",
+    "the folder belongs to a run, but has no file of the optimizer (optimizer.pt, optimizer.bin): no states are read",
     weight=Weight.UNSURE,
 )
 
