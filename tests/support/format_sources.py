@@ -4,13 +4,16 @@ import io
 import json
 import shutil
 import tarfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+import megatron_models
 from ckpt.job import save
 from ckpt_formats.containers.gguf import BLOCK_TYPES, header_bytes, placed
 from ckpt_formats.core.edits import select
@@ -64,8 +67,18 @@ def fairseq2(step: Path, ranks: int = 1) -> Path:
 def _deepspeed_universal(target: Path) -> Path:
     """A few parameters of what DeepSpeed's converter wrote: it takes four files for each."""
     (converted_by_deepspeed,) = SAMPLES.glob("ds_to_universal-*-zero1-bf16-dp2")
-    some = ("odd", "scale", "places", "word.weight", "norm.*", "blocks.1.mlp.up.*")
+    some = ("odd", "word.weight", "norm.bias")
     save(select(open_checkpoint(converted_by_deepspeed), some, ()), target, writable("deepspeed-universal"))
+    return target
+
+
+def _dcp(target: Path) -> Path:
+    """What torch writes in one process."""
+    states = {name: {"step": torch.tensor(7.0), "exp_avg": one + 1} for name, one in WEIGHTS.items()}
+    optim = {"state": states, "param_groups": [{"lr": 0.1, "params": [*WEIGHTS]}]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there are no other processes
+        dcp.save({"model": WEIGHTS, "optim": optim, "seed": 7}, checkpoint_id=target, no_dist=True)
     return target
 
 
@@ -87,6 +100,17 @@ def _gguf(target: Path) -> Path:
     data = [one.numpy().tobytes().ljust(-(-4 * one.numel() // 32) * 32, b"\0") for one in WEIGHTS.values()]
     target.with_suffix(".gguf").write_bytes(header_bytes(values, tensors) + b"".join(data))
     return target.with_suffix(".gguf")
+
+
+def _megatron(name: str) -> Callable[[Path], Path]:
+    """A model of one layer, on two ranks."""
+
+    def make(target: Path) -> Path:
+        source = megatron_models.model("llama", megatron_models.args_of("llama", 1, 8))
+        save(source, target, writable(name, tp=2))
+        return target
+
+    return make
 
 
 def _numpy(target: Path) -> Path:
@@ -132,14 +156,14 @@ MAKE: dict[str, Callable[[Path], Path]] = {
     "universal": converted("universal"),
     "chain": sample("universal-1-delta"),
     "deepspeed-universal": _deepspeed_universal,
-    "megatron": sample("megatron-*-dist"),
-    "megatron-legacy": sample("megatron-*-legacy"),
+    "megatron": _megatron("megatron"),
+    "megatron-legacy": _megatron("megatron-legacy"),
     "deepspeed": sample("deepspeed-*-zero1-bf16-dp2"),
     "torchtune": _torchtune,
     "fairseq2": fairseq2,
     "hf": sample("transformers-*-trainer"),
     "fsdp-ranks": _fsdp_ranks,
-    "dcp": sample("dcp-2.13-fsdp2-w2"),
+    "dcp": _dcp,
     "orbax": converted("orbax"),
     "safetensors": converted("safetensors", ".safetensors"),
     "flax": converted("flax", ".msgpack"),
