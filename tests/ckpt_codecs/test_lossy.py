@@ -235,6 +235,15 @@ def test_the_basis_saves_where_weights_move_in_few_directions() -> None:
     assert errors[1] < errors[0]
 
 
+def test_vectors_are_finer_than_matrices_and_follow_the_step_size() -> None:
+    change = dict(CHANGES)["adam-(2000,)"]
+    codecs = {step_size: Subspace(step_size=step_size) for step_size in (1.0, 4.0)}
+    sizes = [len(codec.encode(change)) for codec in codecs.values()]
+    assert sizes[0] - sizes[1] > 2000 * 1.5 / 8  # of two bits a weight
+    for step_size, codec in codecs.items():
+        assert measure(change, there_and_back(codec, change))["fp32"].relative < 0.1 * step_size
+
+
 def test_scale_is_one_for_the_whole_state() -> None:
     large, small = training((96, 64), 2), training((64, 48), 2, 1)
     still = [{n: a * np.float32(0.01) if n != "exp_avg_sq" else a for n, a in s.items()} for s in small]

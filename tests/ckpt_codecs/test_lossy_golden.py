@@ -1,6 +1,7 @@
-"""Golden chunks of lossy codecs decode to the same bits, and encode to the same bytes, at each level of CPU.
+"""Golden chunks of lossy codecs decode to the same bits, and their states encode to known bytes, at each level of CPU.
 
-`golden_lossy/make.py` wrote them, with version 1 of the format; no test does.
+`golden_lossy/make.py` wrote them, with version 1 of the format; no test does. What the encoder writes may change with
+a version, so its bytes are kept beside the states, and may be others than those of the golden chunk.
 """
 
 import json
@@ -67,7 +68,7 @@ def test_lossy_codec_writes_its_golden_chunk(path: Path, level: int) -> None:
     with np.load(path) as golden, np.load(path.parent / "after" / path.name) as encoded:
         about = json.loads(str(golden["about"]))
         shape: tuple[int, ...] = tuple(about["shape"])
-        before, data = states_of(golden, "before", about["before"], shape), golden["data"].tobytes()
+        before, data = states_of(golden, "before", about["before"], shape), encoded["data"].tobytes()
         after = states_of(encoded, "after", about["decoded"], shape)
     with at_level(level):
         assert delta_from_config(about["codec"]).encode(StatePair(before, after)) == data

@@ -29,10 +29,12 @@ have a kind of their own, which they refuse."""
 FIRST_MOMENT_OPTIONS = ("derived", "coarse", "exact", "zero")
 SAMPLES = 4
 """The chunks of a parameter from which `fit` computes the RMS."""
-_GRAIN = 2
+_GRAIN, MAX_VECTOR_GRAIN = 2, 8
 _SMALL_RESIDUAL = 2
-"""The step of the factors, and of the residuals of small chunks, in levels of 1/8 octave."""
-SMALL_STEP_SIZE, SMALL_BASE_STEP_SIZE = 1 / 8, 1 / 256
+"""The step of factors, the largest one of those of vectors, and that of the residuals of small chunks: in levels of 1/8
+octave."""
+SMALL_STEP_SIZE, SMALL_BASE_STEP_SIZE = 1 / 4, 1 / 256
+"""The step size of small chunks: in units of `step_size` times the RMS of their change; of the RMS of their weights."""
 DEAD_ZONE = 0.6
 """Half the width of the bin of zero, in steps."""
 _PREFIX = 256
@@ -172,8 +174,10 @@ class Subspace(DeltaCodec):
         if not true.size:
             raise NotApplicable("there are no values")
         if name in state_types.SECOND_MOMENTS:
-            residual = 0 if true.shape[0] == 1 else _SMALL_RESIDUAL if small else self._residual_step()
-            content = factors.encode(true, context.predicted_factors(name), residual, _GRAIN)
+            residual, grain = _SMALL_RESIDUAL if small else self._residual_step(), _GRAIN
+            if true.shape[0] == 1:  # its columns say all, so their grain is what bounds the error
+                residual, grain = 0, min(MAX_VECTOR_GRAIN, max(_GRAIN, self._residual_step() or MAX_VECTOR_GRAIN))
+            content = factors.encode(true, context.predicted_factors(name), residual, grain)
             return _kind_of_factors(content), content
         if not state_types.is_finite(true):
             raise NotApplicable("some values are not finite")
@@ -200,7 +204,7 @@ class Subspace(DeltaCodec):
         values, energy = transform.scale(true)
         rms = sqrt(energy / values.size)
         if small:
-            step_size = rms * (SMALL_STEP_SIZE if transform.before is not None else SMALL_BASE_STEP_SIZE)
+            step_size = rms * (SMALL_BASE_STEP_SIZE if transform.before is None else SMALL_STEP_SIZE * self.step_size)
             zero = 0.5
         elif transform.before is not None:
             step_size, zero = stationary_step(self.step_size) * (self.rms or rms), DEAD_ZONE
