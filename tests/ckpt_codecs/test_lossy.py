@@ -263,6 +263,21 @@ def test_first_moments_are_told_from_the_change() -> None:
     assert progress.error < np.square(change.after["exp_avg"], dtype=np.float64).sum() / 2
 
 
+@pytest.mark.parametrize("drift", [0.03, 0.1, 1.0])
+def test_derived_first_moments_have_the_drift_of_the_true_ones(drift: float) -> None:
+    """Gradients are `drift` in each direction, and noise of variance 1: what goes on for ever is not to be lost."""
+    random, shape = np.random.default_rng(0), (64, 128)
+    states = {n: np.zeros(shape) for n in ("fp32", "exp_avg")}
+    direction, change = random.choice([-drift, drift], shape), []
+    for count in (40, 50):
+        for _ in range(count):
+            states["exp_avg"] = 0.9 * states["exp_avg"] + 0.1 * (direction + random.standard_normal(shape))
+            states["fp32"] = states["fp32"] - 1e-3 * states["exp_avg"]
+        change.append({n: a.astype(F32) for n, a in {**states, "exp_avg_sq": np.full(shape, 1 + drift**2)}.items()})
+    result = there_and_back(Subspace(step_size=0.1), StatePair(*change))["exp_avg"]
+    assert float((result * direction).mean()) == pytest.approx(drift**2, rel=0.15)
+
+
 @settings(max_examples=examples(80), deadline=None)
 @given(st.lists(st.integers(-(2**31) + 1, 2**31 - 1), max_size=40), st.integers(1, 17), st.integers(0, 31))
 @example([-51, 19, *[0] * 11, -42, *[0] * 11, 59, 0, 0, 0], 13, 0)  # the last row is shorter
