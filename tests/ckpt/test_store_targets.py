@@ -7,6 +7,7 @@ from pathlib import Path
 
 import obstore
 import pytest
+from obstore.exceptions import GenericError
 
 import ckpt as library
 from ckpt.pipeline import Execution, bucket_target, lease
@@ -298,6 +299,32 @@ def test_a_lease_that_was_taken_over_ends_the_work(user: StoreServer, monkeypatc
         refused = ckpt("convert", ZERO1, url)
     assert refused.code == 11
     assert objects_below(user, "a/out").keys() == there
+
+
+@pytest.mark.slow
+def test_a_large_file_is_there_although_the_answer_to_the_end_of_its_upload_was_lost(
+    user: StoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = list[str]()
+
+    class Losing:
+        def __getattr__(self, name: str) -> object:
+            return getattr(obstore, name)
+
+        def put(self, client: object, key: str, *arguments: object, **options: object) -> object:
+            answer = obstore.put(client, key, *arguments, **options)  # type: ignore[call-overload]
+            if options["use_multipart"] and key not in lost:
+                lost.append(key)
+                raise GenericError("no answer")
+            return answer
+
+    monkeypatch.setattr(buckets, "_SINGLE_REQUEST", 1 << 10)
+    monkeypatch.setattr(buckets, "obstore", Losing())
+    assert ckpt("convert", ZERO1, tmp_path / "out.ucp").code == 0
+    done = ckpt("convert", ZERO1, f"s3://{BUCKET}/a/out.ucp")
+    assert done.code == 0, done.err
+    assert lost == ["a/out.ucp"]
+    assert objects_below(user, "a") == {"out.ucp": (tmp_path / "out.ucp").read_bytes()}
 
 
 @pytest.mark.slow

@@ -287,14 +287,17 @@ class BucketTarget(StagedTarget):
     def _put(self, name: str, file: Path, parts_at_once: int = 4) -> None:
         """Create one of the last objects, which the listing at the end is compared with."""
         self._check()
+        e_tag: str | None
         try:
             e_tag = self.data.create_from(name, file, self._check, parts_at_once)
-        except FileExistsError:
+        except FileExistsError:  # put by this process, perhaps, when the answer to the end of an upload was lost
+            e_tag = self.data.tag_if_equal(name, file)
+        if e_tag is None:
             raise OutputError(
                 "another process has created this object",
                 where=self.data.where(name),
                 hint="Run the same command again when nobody else writes at this place.",
-            ) from None
+            )
         self._written[name] = Receipt(name, file.stat().st_size, (), {}, e_tag=e_tag)
 
     def _refuse_others(self, files: Entries, notes: Entries) -> None:
