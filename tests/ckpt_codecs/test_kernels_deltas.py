@@ -1,6 +1,7 @@
 """Every kernel of deltas against its twin in NumPy, at every level that this CPU runs."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -418,8 +419,13 @@ def _(random: np.random.Generator, n: int) -> Trial:
     return lambda run: run.count_bfloat16_matches(m0, m1, factor, 0.9, 0.1, form)
 
 
-def elementwise(name: str, inputs: int, scalars: int, has_form: bool = False, dtype: Any = np.float32) -> None:
-    """Register a kernel of float32 arrays, then numbers, perhaps a form, and its output."""
+def elementwise(
+    name: str, inputs: int, scalars: int, has_form: bool = False, dtype: Any = np.float32, of_adam: bool = False
+) -> None:
+    """Register a kernel of float32 arrays, then numbers, perhaps a form, and its output.
+
+    `of_adam`: `adam_steps` takes its name and the arrays, and what that returns takes the numbers.
+    """
 
     def make(random: np.random.Generator, n: int) -> Trial:
         arrays = [floats(random, n) for _ in range(inputs)]
@@ -430,6 +436,8 @@ def elementwise(name: str, inputs: int, scalars: int, has_form: bool = False, dt
 
         def run_it(run: Engine) -> Array:
             out = np.empty(n, dtype)
+            if of_adam:
+                return run.adam_steps(name, *arrays, out)(*numbers)
             getattr(run, name)(*arrays, *numbers, *form, out)
             return out
 
@@ -442,10 +450,9 @@ elementwise("infer_gradients", 2, 1)
 elementwise("infer_bfloat16_gradients", 2, 3, True, np.uint16)
 elementwise("step_first_moments", 2, 2, True)
 elementwise("step_second_moments", 2, 2, True)
-elementwise("step_adam_torch", 3, 4)
-elementwise("step_adam_fused", 3, 4)
-elementwise("step_adam_deepspeed_cpu", 3, 4)
-elementwise("step_adam_apex", 3, 5)
+for kernel in ("step_adam_torch", "step_adam_fused", "step_adam_deepspeed_cpu"):
+    elementwise(kernel, 3, 4, of_adam=True)
+elementwise("step_adam_apex", 3, 5, of_adam=True)
 elementwise("extrapolate_weights", 5, 3)
 elementwise("step_momentum", 2, 2)
 elementwise("mix", 2, 2)
@@ -534,14 +541,15 @@ def test_arrays_of_other_sizes_are_refused() -> None:
     for name, make in TRIALS.items():
         inputs: list[Any] = []
 
-        def note(*arguments: Any, inputs: list[Any] = inputs) -> Any:
-            inputs.append(arguments)
+        def note(function: str, *arguments: Any, inputs: list[Any] = inputs) -> Any:
+            inputs.append((function, *arguments))
             raise InterruptedError
 
+        functions = {function: partial(note, function) for function in (*TRIALS, "adam_steps")}
         with pytest.raises(InterruptedError):
-            make(np.random.default_rng(1), 50)(SimpleNamespace(**dict.fromkeys(TRIALS, note)))
-        *arguments, last = inputs[0]
+            make(np.random.default_rng(1), 50)(SimpleNamespace(**functions))
+        function, *arguments, last = inputs[0]
         if not isinstance(last, np.ndarray) or name in OF_ANY_SIZE:
             continue
         with pytest.raises(CodecError, match="a bug in ckpt"):
-            getattr(deltas, name)(*arguments, np.concatenate([last, last[:1]]))
+            getattr(deltas, function)(*arguments, np.concatenate([last, last[:1]]))

@@ -1,5 +1,7 @@
 """The twin of `optimizer_steps.c`: the steps of optimizers, operation by operation."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ckpt_codecs.base import Array
@@ -119,6 +121,22 @@ def step_adam_apex(
     under = np.sqrt(v / np.float32(bias2_factor)) + np.float32(eps)
     update = _narrow(_wide(w) * weight_factor + _wide(m / np.float32(bias1_factor) / under))
     _finish(_narrow(_wide(w) + step_size * _wide(update)), out)
+
+
+_ADAM: dict[str, Callable[..., None]] = {
+    "step_adam_torch": step_adam_torch,
+    "step_adam_fused": step_adam_fused,
+    "step_adam_deepspeed_cpu": step_adam_deepspeed_cpu,
+    "step_adam_apex": step_adam_apex,
+}
+
+
+def adam_steps(kernel: str, w: Array, m: Array, v: Array, out: Array) -> Callable[..., Array]:
+    def step(*numbers: float) -> Array:
+        _ADAM[kernel](w, m, v, *numbers, out)
+        return out
+
+    return step
 
 
 @np.errstate(all="ignore")

@@ -516,42 +516,6 @@ def step_second_moments(v: Array, g: Array, decay: float, gain: float, form: int
     kernels.step_second_moments(_read(v), _read(g), out.size, decay, gain, form, _write(out))
 
 
-def step_adam_torch(
-    w: Array, m: Array, v: Array, weight_factor: float, step_size: float, bias2_root: float, eps: float, out: Array
-) -> None:
-    """Fill `out` with the weights after a step, in torch's order of operations. All arrays: (n,) float32."""
-    adam_steps("step_adam_torch", w, m, v, out)(weight_factor, step_size, bias2_root, eps)
-
-
-def step_adam_fused(
-    w: Array, m: Array, v: Array, weight_factor: float, step_size: float, bias2_root: float, eps: float, out: Array
-) -> None:
-    """Fill `out` with the weights after a step, as torch's fused GPU kernels do. All arrays: (n,) float32."""
-    adam_steps("step_adam_fused", w, m, v, out)(weight_factor, step_size, bias2_root, eps)
-
-
-def step_adam_deepspeed_cpu(
-    w: Array, m: Array, v: Array, weight_factor: float, step_size: float, bias2_root: float, eps: float, out: Array
-) -> None:
-    """Fill `out` with the weights after a step, as DeepSpeed does on CPUs. All arrays: (n,) float32."""
-    adam_steps("step_adam_deepspeed_cpu", w, m, v, out)(weight_factor, step_size, bias2_root, eps)
-
-
-def step_adam_apex(
-    w: Array,
-    m: Array,
-    v: Array,
-    weight_factor: float,
-    step_size: float,
-    bias2_factor: float,
-    eps: float,
-    bias1_factor: float,
-    out: Array,
-) -> None:
-    """Fill `out` with the weights after a step, as apex does. All arrays: (n,) float32."""
-    adam_steps("step_adam_apex", w, m, v, out)(weight_factor, step_size, bias2_factor, eps, bias1_factor)
-
-
 def extrapolate_weights(
     w: Array,
     m0: Array,
