@@ -32,6 +32,8 @@ NAMES = sorted(path.name for path in SAMPLES.iterdir() if path.is_dir() and path
 MANY_FILES = {name: sum(1 for one in (SAMPLES / name).rglob("*") if one.is_file()) for name in NAMES}
 
 
+LOGS = ("recorded-2", "recorded-3")
+"""Those whose states are in a log alone."""
 SOME = ("dcp-2.2-fsdp1-w2", "dcp-2.13-fsdp2-w2", "deepspeed-0.19-zero1-bf16-dp2", "recorded-1", "universal-1-plain")
 SOME += ("ds_to_universal-0.19-zero1-bf16-dp2", "transformers-5.23-trainer")
 
@@ -103,7 +105,7 @@ def test_store_gives_a_sample_as_the_disk_does(
     check_requests()
     done = ckpt("convert", url, tmp_path / "store", *to, "--dry-run")
     # What a replay of a log reads is not known before.
-    number, is_replayed = r"[1-9][\d.]* (B|KiB|MiB)", name == "recorded-2"
+    number, is_replayed = r"[1-9][\d.]* (B|KiB|MiB)", name in LOGS
     about = f"about {number} in [1-9]\\d* requests?"
     assert re.search(f"would {'' if is_replayed else f'read {about} and '}write about {number}", done.out)
     check_requests()
@@ -148,7 +150,7 @@ def test_store_gives_the_same_bytes_by_requests_ahead(
         done = ckpt(command[0], source, tmp_path / target, *command[1:])
         assert done.code == 0, done.err
     assert contents(tmp_path / "store") == contents(tmp_path / "local")
-    if name == "recorded-2":  # its states are in a log alone, of which nothing is requested ahead
+    if name in LOGS:  # nothing of a log is requested ahead
         assert not requested
     else:
         assert sum(planned) > 0.9 * sum(requested) > 0

@@ -12,6 +12,7 @@ import xxhash
 from ckpt.job import Job
 from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import CorruptError
+from ckpt_formats.core.files import Reader
 from ckpt_formats.core.state_names import to_stored
 from ckpt_formats.core.tensor import read
 from ckpt_formats.registry.opening import open_checkpoint
@@ -28,6 +29,8 @@ RUN = GOLDEN / "run.chain"
 EXPECTED: list[dict[str, Any]] = json.loads((GOLDEN / "expected.json").read_text())
 UPDATED = SAMPLES / "recorded-2"
 """Of layout version 2, with updates, sets and random states."""
+CLASSED = SAMPLES / "recorded-3"
+"""Of layout version 3, with gradients that are rounded, and split into classes."""
 
 
 @pytest.mark.parametrize("step", range(len(EXPECTED)))
@@ -142,6 +145,18 @@ def test_the_golden_log_of_version_2_has_one_of_each_kind_of_record() -> None:
     codings = {coding for record in records for _, coding in record.meta.get("changes", ())}
     assert codings == {recorded_values.WHOLE, recorded_values.DELTA, recorded_values.GONE}
     assert {record.meta.get("part", [0, 1])[1] for record in records} == {1, 2}
+
+
+def test_every_step_of_the_golden_log_of_version_3_is_that_of_rounded_gradients() -> None:
+    (segment,) = _segments(CLASSED / "run.chain")
+    for wanted in json.loads((CLASSED / "expected.json").read_text()):
+        checkpoint = checkpoint_at(segment, wanted["step"], None)
+        parameters = {name: one for name, one in checkpoint.parameters.items() if one.role != "extra"}
+        assert {name: _digest(one) for name, one in parameters.items()} == wanted["tensors"], wanted["step"]
+    with Reader() as reader:
+        chunks = [one.read_chunk(segment.path(0), 0, 1 << 16, reader)[0] for one in segment.records(0, Kind.GRADIENTS)]
+    assert (segment.layout.version, segment.last) == (3, 6)
+    assert {int(chunk[0]) for chunk in chunks} == {10, 12}, "chunks with and without classes"
 
 
 @pytest.mark.parametrize("golden", [GOLDEN, UPDATED])
