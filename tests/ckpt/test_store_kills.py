@@ -10,6 +10,6 @@ from run import run
 
 @pytest.mark.slow
 def test_kills_leave_targets_and_chains_in_a_store_whole(tmp_path: Path) -> None:
-    report = run(store_kills.rounds(tmp_path, 7), 32)
+    report = run(store_kills.rounds(tmp_path, 7), 24)
     assert not report.failures
-    assert report.rounds == 32
+    assert report.rounds == 24
