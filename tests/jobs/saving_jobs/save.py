@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -131,19 +132,31 @@ def parts_of(run: Run) -> dict[str, Any]:
 
 
 def main() -> int:
-    out, failed = Path(sys.argv[1]).resolve(), 0
-    for argument in sys.argv[2:]:
-        name, _, folder = argument.partition(":")
-        kind, place, began = kind_of(name), out / argument.replace(":", "-"), time.monotonic()
-        try:
-            for work in (fail,) if folder == "failing" else (save, resume):
-                run = partial(work, kind, place, folder)
-                ranks.run(kind.world, run, place / work.__name__, join=joining(kind))
-            print(f"{kind.name}: {time.monotonic() - began:.1f} s", flush=True)
-        except Exception as error:
-            failed += 1
-            print(f"{kind.name} FAILED: {error}", flush=True)
-    return 1 if failed else 0
+    """Run the kinds one after the other, and beside them those that fail: they mostly wait for a rank that is late."""
+    out, arguments = Path(sys.argv[1]).resolve(), sys.argv[2:]
+    failing = [argument for argument in arguments if argument.endswith(":failing")]
+    others = [argument for argument in arguments if argument not in failing]
+    pids = []
+    for works, part in (((fail,), failing), ((save, resume), others)):
+        if not (pid := os.fork()):
+            done = [is_done(argument, out, works) for argument in part]
+            os._exit(not all(done))
+        pids.append(pid)
+    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in pids)
+
+
+def is_done(argument: str, out: Path, works: Sequence[Callable[[Kind, Path, str], None]]) -> bool:
+    """Do these works of a kind, and print how long they took or how they failed; whether all are done."""
+    name, _, folder = argument.partition(":")
+    kind, place, began = kind_of(name), out / argument.replace(":", "-"), time.monotonic()
+    try:
+        for work in works:
+            ranks.run(kind.world, partial(work, kind, place, folder), place / work.__name__, join=joining(kind))
+    except Exception as error:
+        print(f"{kind.name} FAILED: {error}", flush=True)
+        return False
+    print(f"{kind.name}: {time.monotonic() - began:.1f} s", flush=True)
+    return True
 
 
 if __name__ == "__main__":
