@@ -22,6 +22,7 @@ from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_recorder import Bases, Recorder
 from engines import ranks
+from forked_writers import fork_writers
 from recorded import differences
 from recording_jobs import model
 from recording_jobs.kinds import KINDS, Kind
@@ -30,7 +31,7 @@ from recording_jobs.train import joining
 from run import Round, alternated
 
 NAMES = ("plain", "ddp", "fsdp2", "zero1", "zero3")
-COUNT, WIDTH, SECONDS = 3, 270, 600
+COUNT, WIDTH, SECONDS = 2, 270, 600
 """With this width a rank has several chunks, so that the pieces of a rolling base are of several steps."""
 BESIDE = 2
 """Steps while a base is made of which all is copied; then the training waits, as each step costs a checkpoint."""
@@ -39,6 +40,7 @@ MODES = {"rolling": Bases(every=5, spread=4), "at once": Bases(every=5, spread=1
 
 def train(kind: Kind, mode: str, out: Path) -> None:
     """Train until the chain has its bases; called in every rank."""
+    fork_writers()
     model.WIDTH = WIDTH
     run = start(kind)
     run.train(2)

@@ -3,11 +3,13 @@
 A run of two ranks that nobody records or kills notes a hash of its whole state after each step. Each round kills the
 trainers, the processes that make bases, those that write the log, or all of them, at a random moment. Afterwards each
 base, and the last step, must have the hash of its step. A recorder that then begins in the chain removes what is left.
-torch is imported once; every run is a fork of this process, which itself must not compute with torch.
+torch is imported once; every run is a fork of this process, which itself must not compute with torch. What a recorder
+starts is a fork, too.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -27,6 +29,7 @@ from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import chain_file, folder, states
 from ckpt_formats.universal.chain.members import open_member
 from ckpt_recorder import Bases, Recorder
+from forked_writers import fork_writers
 from recording_kills import SECONDS, Progress, _arrays, _lives, _restored, await_ended, forked, hash_of, waited
 from run import Round, alternated
 
@@ -149,6 +152,8 @@ def begin_again(run: Path, step: int) -> None:
 
 def rounds(root: Path, seed: int) -> Iterator[Round]:
     rng, progress = random.Random(seed), Progress()
+    fork_writers()
+    gc.freeze()  # the forks search none of it for garbage
     (root / "truth").mkdir()
     ranks = [forked(lambda r=rank: train(r, root / "truth", None, progress), root / "said") for rank in range(2)]
     assert waited(ranks) == [0, 0], (root / "said").read_text()

@@ -1,10 +1,11 @@
 """Run a campaign for so many rounds, or for so many seconds.
 
-    python tests/campaigns/run.py WORK [--rounds 200] [--seed 1] [--seconds 3600] [--only TEXT] [--json FILE]
+    python tests/campaigns/run.py WORK [--rounds 200] [--seed 1] [--seconds 3600] [--only TEXT]... [--json FILE]
 
 A work kills processes, flips bits or damages inputs, in one round after another, and compares what it sees with a run
-that nothing disturbed. `--only` takes the rounds whose name contains a text. After a failed round the campaign goes on;
-it prints counts of what was seen, and ends with exit code 1 if a round failed. The check runs samples.
+that nothing disturbed. `--only` takes the rounds whose name contains a text, or one of several. After a failed round
+the campaign goes on; it prints counts of what was seen, and ends with exit code 1 if a round failed. The check runs
+samples.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -122,9 +123,9 @@ def run(
     rounds: Generator[Round, None, None],
     count: int,
     seconds: float = float("inf"),
-    only: str = "",
+    only: Sequence[str] = ("",),
 ) -> Report:
-    """Run so many rounds whose name contains a text, and begin none after so many seconds. Print failures.
+    """Run so many rounds whose name contains one of these texts, and begin none after so many seconds. Print failures.
 
     The generator is closed. Left to the garbage collector, it would end its servers and take back what it has set in
     the environment at any time, even in the middle of another test.
@@ -134,9 +135,9 @@ def run(
         for one in rounds:
             if report.rounds == count or time.monotonic() - began > seconds:
                 break
-            if only not in one.name:
+            if not any(text in one.name for text in only):
                 skipped += 1
-                assert skipped < 10_000 or report.rounds, f"no round has {only!r} in its name, such as {one.name}"
+                assert skipped < 10_000 or report.rounds, f"no round has {only} in its name, such as {one.name}"
                 continue
             report.rounds += 1
             try:
@@ -156,14 +157,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--only", action="append", metavar="TEXT")
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # of the processes that works start
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each would compile all modules anew
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix=f"{given.work}-"))
-    report = run(WORKS[given.work].rounds(folder, given.seed), given.rounds, given.seconds, given.only)
+    report = run(WORKS[given.work].rounds(folder, given.seed), given.rounds, given.seconds, given.only or ("",))
     for what, number in sorted(report.seen.items()):
         print(f"{number:8,}  {what}")
     failed = len(report.failures)
