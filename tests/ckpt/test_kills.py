@@ -25,7 +25,7 @@ from damage import ckpt
 from killing import killed, points, spread
 
 TENSORS, SMALLER, ELEMENTS = 500, 40, 16_000
-POINTS = {"universal": 24, "torch": 8, "safetensors": 8}
+POINTS = {"universal": 18, "torch": 8, "safetensors": 8}
 KILLS, MOMENTS = 3, 2
 """Kills and interrupts by the clock, in a process of its own."""
 
