@@ -367,13 +367,13 @@ def test_converted_checkpoint_computes_what_its_source_computes(job: Job, writte
 def test_training_goes_on_from_a_converted_dcp(job: Job, written: Made) -> None:
     report = written.report(job)
     actual, expected = report["losses_after"], report["expected"]["losses_after"]
-    assert len(actual) == len(expected) == 4
+    assert len(actual) == len(expected) == 2
     drift = max(abs(a - b) for a, b in zip(actual, expected, strict=True))
     assert drift <= (0.0 if job.same_layout else SUMMATION[dtype_of(job)])
 
 
 SUMMATION = {"fp32": 5e-6, "bf16": 5e-4}
-"""How far four losses drift apart when gradients are summed over other ranks, by type of the weights."""
+"""How far two losses drift apart when gradients are summed over other ranks, by type of the weights."""
 ROUNDING = {"fp32": 1e-6, "bf16": 2e-4}
 """How far one loss is off when a product of matrices is summed in parts."""
 

@@ -42,7 +42,7 @@ class Followed:
         self._shadows: dict[str, list[Shadow]] = {}
         self._addresses: dict[str, list[NetworkAddress]] = {}
         while not (run / chain_file.NAME).exists():
-            self._wait()
+            self._wait(0.05)  # a test waits for runs that begin minutes later
         try:
             for way in ways:
                 self._begin(way, run)
@@ -92,7 +92,7 @@ class Followed:
                 self._open.callback(server.close)
             self._addresses[way] = [server.address for server in servers]
 
-    def _wait(self) -> None:
+    def _wait(self, seconds: float = 0.005) -> None:
         if self._stop.is_set():
             raise Stopped
-        time.sleep(0.005)
+        time.sleep(seconds)

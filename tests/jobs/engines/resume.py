@@ -30,7 +30,7 @@ from engines.run import start
 from engines.truth import differences, gather
 
 OVERRIDES = ("stage", "dtype", "dp", "tp", "pp", "ep", "optimizer")
-STEPS_AFTER = 4
+STEPS_AFTER = 3
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from engines.kinds import KINDS, Kind
 from engines.run import start
 from engines.truth import gather
 
-STEPS_AFTER = 4
+STEPS_AFTER = 3
 
 
 def client_state(kind: Kind, steps: int) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def gather(run: Run) -> dict[str, Any] | None:
     """
     base = _base(run)
     own = _own(run)
-    everyone = _gathered(own)
+    is_copy = run.mesh.dp_rank > 0 and not run.kind.experts
+    everyone = _gathered({**own, "params": {}, "frozen": {}, "buffers": {}} if is_copy else own)
     if not everyone:
         return None
     merged = _merge(run, everyone)

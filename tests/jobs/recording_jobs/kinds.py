@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-WARM_UP, MIDDLE, END = 3, 7, 15
+WARM_UP, MIDDLE, END = 2, 5, 8
 """Steps before the recording begins, until an extra checkpoint, and until it ends."""
 AFTER = 3
 """Steps of a run that goes on from a restored state."""
@@ -53,6 +53,8 @@ class Kind:
     """What the hook of DDP sends of gradients."""
     chains: tuple[str, ...] = ("based.chain", "bare.chain")
     """With the engine's own checkpoint at the start, or without."""
+    end: int = END
+    """The last step."""
 
     @property
     def dp(self) -> int:
@@ -72,7 +74,7 @@ KINDS = {
         Kind("ddp", "ddp", 2, tied=True),
         Kind("ddp_scaler", "ddp", 2, scaler=True, optimizer="adamw", chains=BARE),
         Kind("ddp_topk", "ddp", 2, tied=True, compression="topk"),
-        Kind("ddp_int8", "ddp", 2, compression="int8", optimizer="adamw"),
+        Kind("ddp_int8", "ddp", 2, compression="int8", optimizer="adamw", end=15),  # integers are larger at first
         Kind("fsdp2", "fsdp2", 2),
         Kind("fsdp2_w3", "fsdp2", 3, optimizer="sgd", tied=True, chains=BARE),
         Kind("hsdp_2x2", "fsdp2", 2, replicas=2, tied=True),

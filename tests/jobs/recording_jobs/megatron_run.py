@@ -17,7 +17,7 @@ from megatron_jobs.resume import without_draws
 from megatron_jobs.save import arguments, save_legacy, trained
 from recording_jobs.kinds import Kind
 
-SCALER = {"initial_loss_scale": 2.0**22, "hysteresis": 1, "loss_scale_window": 2}
+SCALER = {"initial_loss_scale": 2.0**21, "hysteresis": 1, "loss_scale_window": 2}
 MODELS = {**BF16, **{f"{name}_fp16": replace(BF16[name], dtype="fp16", scaler=SCALER) for name in ("llama", "moe_ep2")}}
 LENGTH, BATCH, MICRO_BATCHES, RATE = 12, 2, 2, 1e-2
 
@@ -53,7 +53,7 @@ class MegatronRun:
             losses.append(sum(float(one["loss"]) for one in of_step))
             self.step += 1
             for group in self.optimizer.param_groups:
-                group["lr"] = RATE * min(1.0, (self.step + 1) / 10)
+                group["lr"] = RATE * min(1.0, (self.step + 1) / 6)
         return losses
 
     def _batch(self, number: int) -> Tensor:

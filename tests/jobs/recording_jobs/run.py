@@ -28,8 +28,8 @@ from recording_jobs.kinds import MIDDLE, Kind
 from recording_jobs.model import BATCH, Decoder, Expert, Stage, batch
 
 RATE, BETAS, DECAY, CLIP, MICRO_BATCHES = 4e-3, (0.9, 0.95), 0.1, 0.5, 2
-OVERFLOWING = {"initial_scale_power": 21, "loss_scale_window": 2, "hysteresis": 1}
-SKIPPED = (5, 10)
+OVERFLOWING = {"initial_scale_power": 19, "loss_scale_window": 3, "hysteresis": 1}
+SKIPPED = (3, 6)
 """The steps at which fp16 overflows, where there is a scaler."""
 PARTS = ("pipeline", "experts")
 """The engines whose ranks have other parameters each, so that no group of the optimizer has all names."""
@@ -260,8 +260,8 @@ def start(kind: Kind, seed: int = 0) -> Any:
         return EngineRun(kind, _engine(kind, model, matrices))
     wrapped = _wrapped(kind, model)
     optimizer = _optimizer(kind, _groups(wrapped if kind.engine in (*PARTS, "fsdp1") else model, matrices))
-    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=4) if kind.scaler else None
+    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 6))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2) if kind.scaler else None
     compression = {"topk": topk(0.01), "int8": int8()}.get(kind.compression)
     if compression is not None:
         compression.register(wrapped)
@@ -385,7 +385,7 @@ def _engine(kind: Kind, model: nn.Module, matrices: set[str]) -> Any:
         "zero_optimization": zero,
         "scheduler": {
             "type": "WarmupLR",
-            "params": {"warmup_min_lr": RATE / 10, "warmup_max_lr": RATE, "warmup_num_steps": 10},
+            "params": {"warmup_min_lr": RATE / 10, "warmup_max_lr": RATE, "warmup_num_steps": 6},
         },
     }
     if kind.fp32_sums:

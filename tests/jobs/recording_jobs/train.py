@@ -27,7 +27,7 @@ from ckpt_recorder import Recorder
 from damage import ckpt
 from engines import ranks
 from forked_writers import fork_writers
-from recording_jobs.kinds import END, KINDS, MIDDLE, WARM_UP, Kind
+from recording_jobs.kinds import KINDS, MIDDLE, WARM_UP, Kind
 from recording_jobs.run import Run, start
 
 
@@ -48,7 +48,7 @@ def train(kind: Kind, out: Path) -> None:
             stack.enter_context(Recorder(run.model, run.optimizer, out / name, step=WARM_UP, fingerprint=5))
             for name in kind.chains
         ]
-        for step in range(WARM_UP, END):
+        for step in range(WARM_UP, kind.end):
             if step == MIDDLE:
                 run.save(out / "middle")
                 middle = recorders[0].step  # steps that fp16 skips are none

@@ -28,7 +28,7 @@ from torch_jobs.run import Run, start
 from torch_jobs.state import extras, restore, tree
 from torch_jobs.truth import differences_anywhere, gather
 
-STEPS_AFTER = 4
+STEPS_AFTER = 2
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch_jobs.run import Run, start
 from torch_jobs.state import extras, tree
 from torch_jobs.truth import gather
 
-STEPS_AFTER = 4
+STEPS_AFTER = 2
 
 
 def train(training: Training, out: Path) -> None:
