@@ -26,7 +26,7 @@ from torch import distributed
 from engines import ranks
 from engines.compiled import load
 from engines.cuts import VOCABULARY
-from engines.kinds import KINDS, Kind
+from engines.kinds import KINDS, ONLY_READ, Kind
 from engines.run import start
 from engines.truth import gather
 
@@ -92,8 +92,9 @@ def train(kind: Kind, folder: Path) -> None:
     steps = run.engine.global_steps
     tag = f"global_step{steps}"
     run.engine.save_checkpoint(str(folder / "ckpt"), tag=tag, client_state=client_state(kind, steps))
-    log["evaluation"] = run.evaluate()
-    log["losses_after"] = run.train(STEPS_AFTER)
+    if kind.name not in ONLY_READ:
+        log["evaluation"] = run.evaluate()
+        log["losses_after"] = run.train(STEPS_AFTER)
     log["tag"] = tag
     log["optimizer"] = [type(run.engine.optimizer).__name__, type(run.engine.basic_optimizer).__name__]
     log["versions"] = {"deepspeed": deepspeed.__version__, "torch": torch.__version__}
