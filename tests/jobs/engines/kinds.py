@@ -207,19 +207,18 @@ EVERY_KIND = (
     *MODEL_PARALLEL,
     *EXPERTS,
 )
-ONLY_READ = frozenset(
-    """
-    z0_fp32_dp1 z1_bf16_dp1 z2_bf16_dp1 z3_bf16_dp1 z1_bf16_dp3 z2_bf16_dp3 z3_bf16_dp3 z1_bf16_dp4 z2_fp32_dp4
-    z3_bf16_dp4 z3_bf16_dp4_hpz2 z3_bf16_dp2_tied_frozen z1_bf16_dp2_three_groups z3_bf16_dp2_one_group
-    z1_bf16_dp2_elastic z2_bf16_dp3_elastic z0_fp32_dp2_fused z0_bf16_dp2_fused z1_bf16_dp2_elastic_fused
-    z1_bf16opt_dp2_fused z3_bf16_dp2_fused z3_bf16_dp2_offload z2_bf16_dp2_offload_lion z3_bf16_dp2_bf16_states
-    z3_bf16_dp2_sgd z1_bf16_dp2_lion z1_bf16_dp2_adagrad z2_bf16_dp2_muon z3_bf16_dp2_legacy_stream
-    z1_bf16_dp2_no_universal_info z3_bf16_dp2_no_universal_info z1_bf16opt_pp2_dp2 z0_bf16_pp2_dp2 z1_bf16opt_tp2_dp1
-    z0_fp32_tp2_dp2_untied z1_bf16_tp2_pp2_dp1_untied z0_bf16_moe4_ep2_dp2 z1_bf16_moe4_ep2_dp2
-    z1_bf16opt_moe4_ep1_dp2 z1_bf16opt_moe4_ep2_dp2 z1_bf16opt_moe4_ep2_dp4 z2_bf16_moe4_ep1_dp2 z2_bf16_moe4_ep2_dp2
-    z2_bf16_moe4_ep2_dp4
-    """.split()
-)
+_ONLY_READ = """\
+z0_fp32_dp1 z1_bf16_dp1 z2_bf16_dp1 z3_bf16_dp1 z1_bf16_dp3 z2_bf16_dp3 z3_bf16_dp3 z1_bf16_dp4 z2_fp32_dp4
+z3_bf16_dp4 z3_bf16_dp4_hpz2 z3_bf16_dp2_tied_frozen z1_bf16_dp2_three_groups z3_bf16_dp2_one_group
+z1_bf16_dp2_elastic z2_bf16_dp3_elastic z0_fp32_dp2_fused z0_bf16_dp2_fused z1_bf16_dp2_elastic_fused
+z1_bf16opt_dp2_fused z3_bf16_dp2_fused z3_bf16_dp2_offload z2_bf16_dp2_offload_lion z3_bf16_dp2_bf16_states
+z3_bf16_dp2_sgd z1_bf16_dp2_lion z1_bf16_dp2_adagrad z2_bf16_dp2_muon z3_bf16_dp2_legacy_stream
+z1_bf16_dp2_no_universal_info z3_bf16_dp2_no_universal_info z1_bf16opt_pp2_dp2 z0_bf16_pp2_dp2 z1_bf16opt_tp2_dp1
+z0_fp32_tp2_dp2_untied z1_bf16_tp2_pp2_dp1_untied z0_bf16_moe4_ep2_dp2 z1_bf16_moe4_ep2_dp2
+z1_bf16opt_moe4_ep1_dp2 z1_bf16opt_moe4_ep2_dp2 z1_bf16opt_moe4_ep2_dp4 z2_bf16_moe4_ep1_dp2 z2_bf16_moe4_ep2_dp2
+z2_bf16_moe4_ep2_dp4
+"""
+ONLY_READ = frozenset(_ONLY_READ.split())
 """Kinds that no test resumes: they are not trained on after they are saved, and have no losses to compare with."""
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 """What torch builds DeepSpeed's operators with."""
