@@ -418,9 +418,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
     assert ckpt("append", run, saved[1]).code == 0
 
 
-def test_who_comes_second_to_a_new_chain_leaves_the_lock_of_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_to_begin_a_chain_leaves_the_lock_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It made the folder, and the other one was faster with the lock: without its file, a third one would join in."""
     run, make, first = tmp_path / "run", chain_folder.make, ExitStack()
 

@@ -14,11 +14,12 @@ from ckpt.holding.generation_watch import GenerationWatch
 from ckpt.holding.holder import HeldPieces, Holder
 from ckpt.holding.peers import HELD, Peers
 from ckpt.holding.save_sender import SaveSender
-from ckpt_formats.core.errors import NotFoundError
+from ckpt_formats.core.errors import IncompleteError, NotFoundError
 from ckpt_formats.stores import piece_requests
 from ckpt_formats.stores.address import NetworkAddress
 from ckpt_formats.stores.connection import Connection
 from ckpt_formats.stores.http_client import Credentials
+from ckpt_formats.stores.peers_store import open_peers
 from ckpt_formats.stores.piece_requests import PieceName, SentPiece, digest_of
 
 SECONDS = 30.0
@@ -100,6 +101,25 @@ def test_a_save_is_whole_once_its_holders_have_the_last_piece_of_each_rank() -> 
     for one in hosts.holders:
         one.close()
     assert watch.is_whole
+
+
+def test_a_job_that_is_late_frees_nothing_that_is_newer_than_its_own(hosts: Hosts) -> None:
+    before = hosts.generations
+    GenerationWatch(hosts.peers, generation(15, HOSTS), Credentials()).look()
+    assert hosts.generations == before
+
+
+def test_a_save_of_which_a_rank_is_missing_is_not_read() -> None:
+    hosts = Hosts(3, "copies:1")
+    url = f"peers://{','.join(hosts.peers.hosts)}/run"
+    for rank in range(2):
+        hosts.put("save-10", 10, rank, is_whole=True)
+    with pytest.raises(IncompleteError, match="all ranks"):
+        open_peers(url)
+    hosts.put("save-10", 10, 2, is_whole=True)
+    assert (open_peers(url) / "step-10/packs/00002.safetensors").read_bytes() == b"values"
+    for one in hosts.holders:
+        one.close()
 
 
 def test_a_list_that_is_replaced_takes_the_memory_of_one() -> None:

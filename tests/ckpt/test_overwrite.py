@@ -50,7 +50,7 @@ def test_overwrite_replaces_a_checkpoint_and_leaves_nothing_beside_it(name: str,
     assert done.out.startswith(f"wrote {target}: ")
 
 
-def test_of_two_that_replace_a_checkpoint_the_second_is_refused(
+def test_second_to_replace_a_checkpoint_is_refused_while_the_first_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would take for a remainder, and delete, what is about to get the name, or has just got it."""

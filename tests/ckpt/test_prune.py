@@ -320,7 +320,7 @@ def test_objects_that_are_put_again_after_a_killed_removal_stay(
 
 
 @pytest.mark.slow
-def test_what_a_removal_has_left_that_is_killed_between_its_requests_is_no_checkpoint(
+def test_removal_that_is_killed_between_its_requests_leaves_no_checkpoint(
     server: StoreServer, user: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job that wrote it could not remove its notes, which say that all is there."""
