@@ -156,7 +156,7 @@ def test_a_second_name_that_a_kill_left_goes_with_its_file_and_what_lies_beside_
     target.unlink()
     delete_beside(target)
     refused = command("convert", source(tmp_path, 2.0), target)
-    assert (refused.code, "a file model.safetensors that is gone" in refused.err) == (OUTPUT, True)
+    assert (refused.code, "belongs to model.safetensors, which is gone" in refused.err) == (OUTPUT, True)
     ckpt.clean(target)
     begin()
 
@@ -169,7 +169,7 @@ def test_convert_and_copy_write_nothing_beside_the_seal_or_the_parity_of_a_file_
         target.unlink()
         for name, path in (("convert", source(tmp_path, 2.0)), ("copy", copied)):
             refused = command(name, path, target)
-            assert (refused.code, "a file out.safetensors that is gone" in refused.err) == (OUTPUT, True)
+            assert (refused.code, "belongs to out.safetensors, which is gone" in refused.err) == (OUTPUT, True)
         copied.unlink()
         delete_beside(target)
 
