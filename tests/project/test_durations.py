@@ -111,8 +111,8 @@ def test_a_quick_test_that_grew_fails_and_says_what_to_run(seconds: float, outco
 
 def _test_of(marks: list[pytest.MarkDecorator], cases: dict[str, list[pytest.Mark]]) -> Any:
     """What pytest gives to `pytest_generate_tests` for a test with such cases."""
-    found = {mark.name: mark.mark for mark in marks}
-    definition = SimpleNamespace(nodeid="tests/a.py::test_x", get_closest_marker=found.get)
+    by_name = {mark.name: mark.mark for mark in marks}
+    definition = SimpleNamespace(nodeid="tests/a.py::test_x", get_closest_marker=by_name.get)
     return SimpleNamespace(definition=definition, _calls=[SimpleNamespace(id=n, marks=m) for n, m in cases.items()])
 
 
@@ -152,10 +152,10 @@ def test_a_test_whose_cases_are_all_slow_stays_as_it_is() -> None:
 def test_quick_cases_leave_out_tests_that_are_slow_as_a_whole(
     name: str, marks: list[pytest.Mark], is_left_out: bool
 ) -> None:
-    def found(_: object, name: str) -> bool:
+    def is_test(_: object, name: str) -> bool:
         return name.startswith("test")
 
-    file: Any = SimpleNamespace(nodeid="tests/a.py", istestfunction=found, iter_markers=lambda: iter(()))
+    file: Any = SimpleNamespace(nodeid="tests/a.py", istestfunction=is_test, iter_markers=lambda: iter(()))
     plugin = QuickCases(LIST)
     assert (plugin.pytest_pycollect_makeitem(file, name, SimpleNamespace(pytestmark=marks)) == []) == is_left_out
     assert plugin.omitted == ([f"tests/a.py::{name}"] if is_left_out else [])
