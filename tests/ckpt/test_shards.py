@@ -19,6 +19,7 @@ from ckpt.pipeline import lease as leases
 from ckpt.pipeline.groups import deal
 from ckpt.pipeline.lease import Busy, Lease, acquire
 from ckpt.pipeline.shard import Shard, parse_shard
+from ckpt.reading.evidence import file_rows, replaced
 from ckpt_formats.core.errors import InvalidArgumentError, LockedError
 from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.place import Version
@@ -386,10 +387,14 @@ def test_shards_of_a_step_agree_while_its_log_grows(tmp_path: Path) -> None:
         return library.Job(library.Chain(run)[step], tmp_path / "out", library.Universal(pack_nbytes=1))
 
     assert job(5).run_shard(0, 2).status == "pending"
+    before = library.Chain(run)[5].identities
     for path, content in later.items():
         with path.open("ab") as file:
             file.write(content[path.stat().st_size :])
     assert job(6).id != job(5).id, "shards of two steps would write one target"
+    of_step = file_rows(before.items())
+    assert replaced(of_step, library.Chain(run)[5].identities) is None, "ranks open it one after another"
+    assert replaced(of_step, library.Chain(run)[6].identities) in later
     assert job(5).run_shard(1, 2).status == "written"
     assert library.Chain(run).last == 9
     assert library.diff(library.open(tmp_path / "out"), library.Chain(run)[5]).same
