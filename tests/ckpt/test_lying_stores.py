@@ -55,7 +55,7 @@ def store() -> Iterator[LyingStore]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget of these tests for requests that fail."""
     monkeypatch.setattr(repetition, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setenv("CKPT_STORE_RETRY", "0.2")
+    monkeypatch.setenv("CKPT_STORE_RETRY", "0.1")
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
