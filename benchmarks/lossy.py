@@ -190,7 +190,7 @@ CODECS: dict[str, Subspace] = {
     "subspace 2, no basis": Subspace(step_size=2.0, rank=0),
     **{
         f"subspace {s:g}, second_octaves {o:g}": Subspace(step_size=s, second_octaves=o)
-        for s in (1.25, 1.5, 2, 2.5)
+        for s in (1.25, 1.5, 1.75, 2, 2.5)
         for o in (0, 6, 8)
     },
 }
