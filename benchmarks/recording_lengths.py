@@ -51,14 +51,14 @@ def record(chain: Path, trainer: str, steps: int) -> None:
 def processes() -> list[tuple[str, int]]:
     """The resident memory of this process and of those that it started, in bytes."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    found = [("trainer", resident("self"))]
+    usage = [("trainer", resident("self"))]
     for pid in children:
         command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         name = next(
             (part.removeprefix("ckpt_recorder.") for part in command if part.startswith("ckpt_rec")), command[0]
         )
-        found.append((name, resident(pid)))
-    return found
+        usage.append((name, resident(pid)))
+    return usage
 
 
 def resident(pid: str) -> int:

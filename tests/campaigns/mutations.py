@@ -106,7 +106,7 @@ AREAS: dict[str, tuple[int, list[str]]] = {
         16,
         [
             "ckpt_formats/containers/torchfile/pickle_reader.py",
-            "ckpt_formats/containers/torchfile/rare_opcodes.py",
+            "ckpt_formats/containers/torchfile/opcodes.py",
             "ckpt_formats/containers/torchfile/allow_list.py",
             "ckpt_formats/containers/torchfile/zip_archive.py",
             "ckpt_formats/containers/torchfile/file_window.py",

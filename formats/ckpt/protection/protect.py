@@ -18,8 +18,7 @@ from ckpt.job import AnyProgress, count_to
 from ckpt.pipeline import Resources
 from ckpt.pipeline.executors import run_tasks
 from ckpt.pipeline.interrupts import interruptible
-from ckpt.protection.parity_draft import ParityDraft
-from ckpt.protection.parity_journal import ParityJournal
+from ckpt.protection.parity_draft import ParityDraft, ParityJournal
 from ckpt.protection.protect_plan import Protection, ProtectPlan, plan_protect
 from ckpt.protection.work_files import locked, scratch_for
 from ckpt_codecs.base import Array

@@ -10,7 +10,7 @@ the allow list of names:
 * for any bytes, the outcome is a value, `CorruptError` or `UnsafeError`.
 
 Opcodes as in CPython's `pickletools`. The loop in `_run` handles the frequent
-ones, most frequent first; the others are functions in `rare_opcodes`.
+ones, most frequent first; the others are functions in `opcodes`.
 """
 
 import struct
@@ -44,6 +44,7 @@ from ckpt_formats.containers.torchfile.opcodes import (
     NEWFALSE,
     NEWTRUE,
     NONE,
+    RARE,
     REDUCE,
     SHORT_BINUNICODE,
     STOP,
@@ -52,7 +53,6 @@ from ckpt_formats.containers.torchfile.opcodes import (
     TUPLE2,
     TUPLE3,
 )
-from ckpt_formats.containers.torchfile.rare_opcodes import RARE
 from ckpt_formats.containers.torchfile.record_forms import (
     SKIPPED,
     FormMatcher,

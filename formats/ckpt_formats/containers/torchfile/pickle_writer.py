@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 
 from ckpt_formats.containers.torchfile import opcodes as op
-from ckpt_formats.containers.torchfile.rare_opcodes import MAX_INT_BYTES
 from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.values import Global, Record, Size, StdDict, Value, kind_of, opaque
@@ -154,7 +153,7 @@ class _Emitter:
             self._out += struct.pack("<Bi", op.BININT, value)
         else:
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            if len(data) > MAX_INT_BYTES:
+            if len(data) > op.MAX_INT_BYTES:
                 raise UnsupportedError(f"an integer of {len(data)} bytes cannot be written")
             head = bytes((op.LONG1, len(data))) if len(data) < 256 else struct.pack("<Bi", op.LONG4, len(data))
             self._out += head + data
