@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt.chains import costs, tip
+from ckpt.chains import tip
+from ckpt.chains import write as chain_write
 from ckpt.chains.append import append
 from ckpt.chains.compact import Retention, compact
 from ckpt.chains.restore import open_step, restore
@@ -254,7 +255,7 @@ def test_a_base_needs_no_tip_and_what_a_crash_left_of_one_is_removed(tmp_path: P
 def test_bases_are_placed_where_replaying_would_take_longer_than_writing(tmp_path: Path) -> None:
     """Told from bytes alone: at the same place each time, and for states of any size."""
     run, before = tmp_path / "chain", None
-    most = int(4 * costs.WRITE_NS / costs.REPLAY_NS)
+    most = int(4 * chain_write.WRITE_NS / chain_write.REPLAY_NS)
     for state in states(most + 4, 100):
         append(run, state, None, DeltaPolicy(base_by_cost=True, check=False), ONE, None, before)
         before = state
