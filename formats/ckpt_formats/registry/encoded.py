@@ -9,12 +9,13 @@ def uses_codecs(checkpoint: Checkpoint) -> bool:
     """Whether any state is stored encoded."""
     if isinstance(checkpoint.parameters, TabulatedParameters):
         return checkpoint.parameters.table.uses_codecs()
-    blobs = (fragment.blob for _, _, tensor in checkpoint.tensors() for fragment in tensor.examples())
+    blobs = [fragment.blob for _, _, tensor in checkpoint.tensors() for fragment in tensor.examples()]
     if not any(map(may_be_encoded, blobs)):
         return False
-    from ckpt_formats.universal import encoded
+    from ckpt_formats.universal.chunked import EncodedBlob
+    from ckpt_formats.universal.replay import DeltaBlob
 
-    return encoded.uses_codecs(checkpoint)
+    return any(isinstance(blob, (EncodedBlob, DeltaBlob)) for blob in blobs)
 
 
 def may_be_encoded(blob: Blob) -> bool:
