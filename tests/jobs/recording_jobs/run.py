@@ -28,7 +28,6 @@ from recording_jobs.kinds import MIDDLE, Kind
 from recording_jobs.model import BATCH, Decoder, Expert, Stage, batch
 
 RATE, BETAS, DECAY, CLIP, MICRO_BATCHES = 4e-3, (0.9, 0.95), 0.1, 0.5, 2
-OVERFLOWING = {"initial_scale_power": 19, "loss_scale_window": 3, "hysteresis": 1}
 SKIPPED = (3, 6)
 """The steps at which fp16 overflows, where there is a scaler."""
 PARTS = ("pipeline", "experts")
@@ -374,12 +373,14 @@ def _engine(kind: Kind, model: nn.Module, matrices: set[str]) -> Any:
         zero |= {"sub_group_size": kind.sub_group, "stage3_param_persistence_threshold": 100}
     if kind.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
+    power, window = kind.loss_scale
+    overflowing = {"initial_scale_power": power, "loss_scale_window": window, "hysteresis": 1}
     config = {
         "train_micro_batch_size_per_gpu": BATCH // kind.dp // MICRO_BATCHES,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": CLIP,
         "steps_per_print": 10**6,
-        kind.dtype: {"enabled": True, **(OVERFLOWING if kind.dtype == "fp16" else {})},
+        kind.dtype: {"enabled": True, **(overflowing if kind.dtype == "fp16" else {})},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
