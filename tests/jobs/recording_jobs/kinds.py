@@ -99,7 +99,7 @@ KINDS = {
         Kind("zero1", "deepspeed", 2, stage=1),
         Kind("zero1_fp32_sums", "deepspeed", 2, stage=1, fp32_sums=True, optimizer="sgd", chains=BASED),
         Kind("zero2", "deepspeed", 2, stage=2, optimizer="adamw"),
-        Kind("zero1_fp16", "deepspeed", 2, stage=1, dtype="fp16", loss_scale=(19, 3)),
+        Kind("zero1_fp16", "deepspeed", 2, stage=1, dtype="fp16"),
         Kind("zero1_experts", "deepspeed", 2, zoo="z1_bf16_moe4_ep2_dp2", chains=BASED),
         Kind("zero3", "deepspeed", 2, stage=3, threads=2),
         Kind("zero2_offload", "deepspeed", 2, stage=2, offload=True, optimizer="cpu-adam", chains=BARE),
