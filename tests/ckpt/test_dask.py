@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from ckpt_formats.containers.torchfile import write_file
 from ckpt_formats.core.errors import CorruptError, OutputError, UnsupportedError
 from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.format import FilePlan
+from ckpt_formats.core.identity import Identity
 from ckpt_formats.core.tensor import ArrayBlob, Tensor
 from clusters import At, DaskProcesses, dask_processes, environment, files
 from damage import SAMPLES, ckpt
@@ -179,6 +181,24 @@ def test_dask_worker_names_a_path_that_it_cannot_see(model: Path, tmp_path: Path
     assert late.failure is not None
     assert "the job is of ckpt 0.0.1" in str(late.failure.error)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_takes_a_log_that_has_grown_for_the_same_file_and_no_other_file(model: Path, tmp_path: Path) -> None:
+    """The machine that plans and the one that writes number devices and inodes apart, and a run appends meanwhile."""
+    source = library.open(model)
+    format = library.Universal()
+    shared, paths = SharedPlan.of(format.plan(source), source, format), [tmp_path / "rank.ckg", tmp_path / "rank.pt"]
+    for path in paths:
+        path.write_bytes(b"as planned")
+    there = {path: replace(Identity.of(path.stat()), device=-1, inode=-1) for path in paths}
+    for path in paths:
+        path.write_bytes(b"as planned, and more")
+    target = SharedTarget(FolderPlace(tmp_path / "data"), FolderPlace(tmp_path), "token")
+    seen = WorkerJob(shared, there, 1 << 20, target).local_identities
+    assert seen[paths[0]] == Identity.of(paths[0].stat())
+    assert seen[paths[1]] == there[paths[1]] != Identity.of(paths[1].stat())
+    paths[0].write_bytes(b"shorter")
+    assert WorkerJob(shared, there, 1 << 20, target).local_identities[paths[0]] == there[paths[0]]
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from ckpt_formats.core.errors import InvalidArgumentError, LockedError
 from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.place import Version
 from ckpt_formats.stores import bucket
+from ckpt_formats.universal.gradients.record import Kind
 from ckpt_formats.universal.gradients.segment import open_segment
 from clusters import dask_processes, environment, files
 from damage import SAMPLES, ckpt
@@ -185,6 +186,7 @@ def test_shards_of_another_job_are_refused_by_name(local: dict[str, bytes]) -> N
     assert other.code == 30
     assert "shards of another job write this target: `convert" in other.err
     assert "--pack-size 1 --shard 0/3`" in other.err
+    assert ckpt(*COMMAND, "--shard", "2/3").code == 0, "the refused job is none of those that write the target"
     assert ckpt("convert", ZERO3, "out", "--to", "torch", "--shard", "0/2").code == 22
     assert ckpt("clean", "out").code == 0
     assert os.listdir() == []
@@ -380,6 +382,8 @@ def test_shards_of_a_step_agree_while_its_log_grows(tmp_path: Path) -> None:
     run = tmp_path / "run.chain"
     segment = open_segment(small_log(9).write(run))
     later = {segment.path(rank): segment.path(rank).read_bytes() for rank in range(2)}
+    needed = [one.hash for one in segment.logs[0].records if one.kind not in (Kind.FINGERPRINT, Kind.END)]
+    assert segment.hash_upto(0, 9) == needed[-1], "its last step can be read before the run closes the log"
     for rank, path in enumerate(later):
         os.truncate(path, segment.nbytes_upto(rank, 7))
 
@@ -392,6 +396,9 @@ def test_shards_of_a_step_agree_while_its_log_grows(tmp_path: Path) -> None:
         with path.open("ab") as file:
             file.write(content[path.stat().st_size :])
     assert job(6).id != job(5).id, "shards of two steps would write one target"
+    pairs = [[library.Chain(run)[step] for step in (first, 7)] for first in (5, 6)]
+    averages = [library.Job(library.average(pair), tmp_path / "mean", library.Universal()) for pair in pairs]
+    assert averages[0].id != averages[1].id, "both read step 7, and each another step, too"
     of_step = file_rows(before.items())
     assert replaced(of_step, library.Chain(run)[5].identities) is None, "ranks open it one after another"
     assert replaced(of_step, library.Chain(run)[6].identities) in later

@@ -18,6 +18,7 @@ from ckpt_formats.core.dtypes import DTYPES
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, OutputError, UnsupportedError
 from ckpt_formats.core.folders import entries_of
 from ckpt_formats.core.format import ReadOptions, identified
+from ckpt_formats.core.identity import joined
 from ckpt_formats.core.notices import Notice
 from ckpt_formats.core.store_path import is_remote, is_same_path, relative_path
 from ckpt_formats.core.tensor import Tensor
@@ -78,7 +79,7 @@ def states_before(
         _check_members(run, chain)
         folder = run / last.folder
         member = identified(lambda: Checkpoint(path=folder, origin=tip.origin, parameters={}, files=_files(folder)))
-        checkpoint = replace(tip, path=folder, identities={**tip.identities, **member.identities})
+        checkpoint = replace(tip, path=folder, identities=joined(tip.identities, member.identities))
         yield StateBefore(checkpoint, "tip", tip.path)
     yield StateBefore(open_member(run, chain, last), "replayed", run)
 
@@ -157,7 +158,7 @@ def _read_from(parent: Checkpoint, how: How, run: Path, chain: ChainIndex, sourc
             where=parent.path,
             hint="Name the checkpoint that was appended last; or leave out `parent` (--parent).",
         )
-    identities = {**known.identities, **parent.identities, **(replayed[0].identities if replayed else {})}
+    identities = joined(known.identities, parent.identities, *(one.identities for one in replayed))
     checkpoint = replace(known, parameters=parameters, identities=identities)
     notes = (Notice(f"{missing} of {read + missing} states are not in {where}: they are replayed"),) if missing else ()
     return StateBefore(checkpoint, how, parent.path, notes)

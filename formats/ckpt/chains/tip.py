@@ -14,6 +14,7 @@ from ckpt_formats.core.checkpoint import Checkpoint
 from ckpt_formats.core.encoding import AUTO
 from ckpt_formats.core.errors import CkptError, CorruptError
 from ckpt_formats.core.format import ReadOptions, identified
+from ckpt_formats.core.identity import joined
 from ckpt_formats.stores.location import listed_again
 from ckpt_formats.universal import Universal, manifest
 from ckpt_formats.universal.chain.chain_file import ChainIndex, Member, Tip
@@ -96,7 +97,7 @@ def _decoded(folder: Path, earlier: Checkpoint) -> Checkpoint:
         )
 
     state = identified(read)
-    return replace(state, identities={**earlier.identities, **state.identities})
+    return replace(state, identities=joined(earlier.identities, state.identities))
 
 
 def _content(state: Checkpoint) -> str | None:

@@ -13,6 +13,7 @@ from ckpt_formats.core.arguments import checked
 from ckpt_formats.core.checkpoint import MODEL, Checkpoint, Edit, Parameter, Role
 from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import InvalidArgumentError
+from ckpt_formats.core.identity import joined
 from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.quantised.weights import check_not_quantised
@@ -113,7 +114,7 @@ def merge_lora(
         notices=tuple(dict.fromkeys((*base.notices, *notices))),
         digests={key: value for key, value in base.digests.items() if key[0] in unchanged and key[1] == MODEL},
         errors={key: value for key, value in base.errors.items() if key[0] in unchanged and key[1] == MODEL},
-        identities={**base.identities, **adapter.identities},
+        identities=joined(base.identities, adapter.identities),
     )
 
 

@@ -10,6 +10,7 @@ from ckpt_formats.core.computed_blobs import ComputedBlob
 from ckpt_formats.core.dtypes import DType, is_float
 from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import IncompleteError, UnsupportedError
+from ckpt_formats.core.identity import joined
 from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.quantised.weights import check_not_quantised
@@ -66,7 +67,7 @@ def combined(sources: Sequence[Checkpoint], edit: Edit, combine: Combine, done: 
         notices=tuple(dict.fromkeys(notices)),
         digests={},
         errors={},
-        identities={path: identity for model in models for path, identity in model.identities.items()},
+        identities=joined(*(model.identities for model in models)),
     )
 
 

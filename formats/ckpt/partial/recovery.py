@@ -16,6 +16,7 @@ from ckpt_formats.core.edits import edited
 from ckpt_formats.core.errors import IncompleteError, NoMatchError, UnsupportedError
 from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.geometry import Box
+from ckpt_formats.core.identity import joined
 from ckpt_formats.core.joined_seals import JoinedSeals
 from ckpt_formats.core.notices import Notice, Weight
 from ckpt_formats.core.tensor import Fragment, Tensor
@@ -108,7 +109,7 @@ def take_blocks(
         suspicions=tuple(dict.fromkeys([*live.suspicions, *saved.suspicions])),
         digests=digests,
         errors=errors,
-        identities={**saved.identities, **rest.identities},
+        identities=joined(saved.identities, rest.identities),
     )
 
 

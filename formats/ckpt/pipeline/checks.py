@@ -13,7 +13,7 @@ from ckpt_formats.core.fingerprint import fingerprint
 from ckpt_formats.core.folders import parity_of_file, replaced_file
 from ckpt_formats.core.format import FilePlan, Plan, WritableFormat
 from ckpt_formats.core.header_problems import missing_blocks
-from ckpt_formats.core.identity import Identities, Identity
+from ckpt_formats.core.identity import Identities, Identity, joined
 from ckpt_formats.core.seal_checks import ListedSeals, SealChecks
 from ckpt_formats.core.seals import Seal
 from ckpt_formats.core.store_path import is_remote
@@ -61,9 +61,7 @@ def check_nothing_beside(target: Path, is_sealed: bool = False) -> None:
 
 def identities_of(source: Checkpoint, format: WritableFormat) -> Identities:
     """The identities of all files that the result depends on."""
-    identities = dict(source.identities)
-    for other in format.inputs():
-        identities |= other.identities
+    identities = joined(source.identities, *(other.identities for other in format.inputs()))
     for path in format.input_files():
         for file in _files_of(path):
             identities.setdefault(file, Identity.of(file.stat()))

@@ -137,6 +137,7 @@ class FolderTarget(StagedTarget):
         self.workspace = folder_of(self.path, job.id)
         self.notes = FolderPlace(self.folder, is_own=True)
         self.data = self.notes.within(_DATA)
+        self._refuse_other_shards()  # before anything is there in which this job, too, would be one of several
         try:
             make_own(self.folder, *OWN)
         except OSError as error:
@@ -151,6 +152,10 @@ class FolderTarget(StagedTarget):
             self.notes.create(JOB, job.to_json())
         assert self.resources.shard is not None
         _job_in(self.folder).check_array(self.resources.shard)
+        self._refuse_other_shards()  # of a job that has begun at the same time
+
+    def _refuse_other_shards(self) -> None:
+        """Raise `OutputError` if shards of another job write the target."""
         for folder in folders_of(self.path):
             if folder == self.folder:
                 continue

@@ -6,6 +6,7 @@ states. So the identity of each file is recorded when it is first opened, and
 compared when it is opened again and before a result is used.
 """
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -99,6 +100,19 @@ def note_records(path: Path, digest: int) -> None:
     """Record which part of a log is read: a hash of its records. Raises `OSError` if the file is missing."""
     for record in _RECORDS.get():
         record[path] = replace(record.get(path) or Identity.of(path.stat()), records=digest)
+
+
+def joined(*identities: Identities) -> dict[Path, Identity]:
+    """The identities of the files of several checkpoints: of a log of which they read other records, both count."""
+    files: dict[Path, Identity] = {}
+    for path, one in (item for some in identities for item in some.items()):
+        before = files.setdefault(path, one)
+        if before.records != one.records:
+            texts = (f"{of.nbytes} {of.mtime_ns}" if of.records is None else str(of.records) for of in (before, one))
+            digest = hashlib.blake2b("; ".join(texts).encode(), digest_size=8).digest()
+            one = replace(one, records=int.from_bytes(digest, "little"))
+        files[path] = one
+    return files
 
 
 def changes(identities: Identities, is_whole: bool = False) -> Iterator[CkptError]:

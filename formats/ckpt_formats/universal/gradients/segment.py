@@ -28,6 +28,8 @@ from ckpt_formats.universal.gradients.record import HEAD, FileHead, Kind, LogRec
 FOLDER = "gradients-{:010d}"
 LOSSY = tuple(name for name, codec in GRADIENT_CODECS.items() if not codec.lossless)
 """The lossy codecs of gradients."""
+_AFTERWARDS = (Kind.FINGERPRINT, Kind.END)
+"""The kinds of records that come when the state at their step can be read already, and that it does not need."""
 
 
 def rank_file(rank: int) -> str:
@@ -217,7 +219,8 @@ class Segment:
 
     def hash_upto(self, rank: int, step: int) -> int:
         """A hash of all records of a rank that the state at a step needs: they are the same when the log has grown."""
-        return next((record.hash for record in reversed(self.logs[rank].records) if record.step <= step), 0)
+        needed = (one for one in reversed(self.logs[rank].records) if one.step <= step and one.kind not in _AFTERWARDS)
+        return next((record.hash for record in needed), 0)
 
     def notes(self, step: int, reader: Reader) -> dict[str, Value]:
         """The notes of a step, by name. All ranks have the same notes; these are those of rank 0."""
