@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -305,7 +306,11 @@ def test_retention_counts_steps_that_can_be_restored_in_all_epochs(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_retention_follows_the_parents_of_steps_past_a_base_that_was_never_published(tmp_path: Path) -> None:
+@pytest.mark.parametrize("grace", [0.0, 600.0])
+def test_retention_follows_the_parents_of_steps_past_a_base_that_was_never_published(
+    grace: float, tmp_path: Path
+) -> None:
+    """Also if that base is the last step that is old enough, and what the later steps need is older."""
     run, ranks = tmp_path / "policy.chain", Ranks(model())
     with open_publication(run, ranks.model) as publication:
         ranks.start(publication, 1)
@@ -318,9 +323,32 @@ def test_retention_follows_the_parents_of_steps_past_a_base_that_was_never_publi
     with open_publication(run, ranks.model) as publication:  # step 2 follows the head
         ranks.start(publication, 2)
         (run / StepName(1, 3).key).write_bytes(record)  # its head was refused, and the run went on
+        for path in (path for kind in ("steps", "objects") for path in (run / "published" / kind).iterdir()):
+            os.utime(path, (1e9, 1e9))
         ranks.publish(publication, 4)
-        remove_unneeded(publication, "last:1", grace=0.0)
+        remove_unneeded(publication, "last:1", grace=grace)
     assert_step(run, 4)
+
+
+@pytest.mark.slow
+def test_retention_ends_although_a_record_is_that_of_another_step_and_forgets_what_it_removed(tmp_path: Path) -> None:
+    """With such a record, the way to a base would be a circle."""
+    run, ranks = tmp_path / "policy.chain", Ranks(model())
+    with open_publication(run, ranks.model) as publication:
+        ranks.start(publication, 1)
+        for step in (2, 3, 4):
+            ranks.publish(publication, step)
+    whole = (run / StepName(1, 2).key).read_bytes()
+    (run / StepName(1, 2).key).write_bytes((run / StepName(1, 4).key).read_bytes())
+    with open_publication(run, ranks.model) as publication:
+        with pytest.raises(CorruptError, match="another step"):
+            remove_unneeded(publication, "last:1", grace=0.0)
+        (run / StepName(1, 2).key).write_bytes(whole)
+    publish(run, [9])  # a base
+    with open_publication(run, ranks.model) as publication:
+        assert remove_unneeded(publication, "last:1", grace=0.0) > 0
+        with pytest.raises(CorruptError, match="missing"):
+            publication.record_at(StepName(1, 4).key)
 
 
 def test_model_is_read_up_to_its_own_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

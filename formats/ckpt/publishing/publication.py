@@ -292,8 +292,16 @@ class Publication:
             data = self._read(key)
             if data is None:
                 raise CorruptError("the record is missing", where=self.run / key)
-            self._records[key] = StepRecord.from_bytes(data, self.run / key, self._key)
+            record = StepRecord.from_bytes(data, self.run / key, self._key)
+            if record.key != key:
+                raise CorruptError("is the record of another step", where=self.run / key)
+            self._records[key] = record
         return self._records[key]
+
+    def forget_records(self, keys: Iterable[str]) -> None:
+        """Keep records that were removed no longer in memory: a run may publish for weeks."""
+        for key in keys:
+            self._records.pop(key, None)
 
     def objects_of(self, key: str) -> set[str]:
         """The keys of all objects that a record needs: those of the ranks, the model and the model's files."""

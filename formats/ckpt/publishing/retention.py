@@ -77,6 +77,7 @@ def remove_unneeded(publication: Publication, keep: KeepSteps, grace: float = GR
     records = [key for key in removable if not key.startswith("objects/")]
     objects = [key for key in removable if key.startswith("objects/")]
     place.delete(records)  # first, so that no record names an object that is not there
+    publication.forget_records(f"{FOLDER}/{key}" for key in records)
     publication.removed.update(f"{FOLDER}/{key}" for key in objects)
     place.delete(objects)
     return len(removable)
@@ -99,20 +100,23 @@ def _first_needed(
     number: int,
     keys: Collection[str],
 ) -> StepName | None:
-    """The first base that the last `number` of the superseded steps need; None if none of them can be restored.
+    """The first base that the later steps need, and the last `number` of the superseded ones.
 
-    Steps are counted as readers list them: of several epochs with the same step, the last one. One that cannot be
-    restored counts for nothing, such as a record that a killed process has left after steps that are gone.
+    None if none of these can be restored. Steps are counted as readers list them: of several epochs with the same step,
+    the last one. One that cannot be restored counts for nothing, such as a record that a killed process has left after
+    steps that are gone.
     """
     bases: dict[StepName, StepName | None] = {}
     counted: dict[int, StepName] = {}
+    # They may begin at an earlier base than a superseded one: a base may be there that was never published.
+    later = [_base_of(publication, names, name, keys, bases) for name in sorted({*names} - {*superseded}, reverse=True)]
     for name in reversed(superseded):
         if len(counted) == number:
             break
         base = _base_of(publication, names, name, keys, bases)
         if base is not None:
             counted.setdefault(name.step, base)
-    return min(counted.values(), default=None)
+    return min([*counted.values(), *(base for base in later if base is not None)]) if counted else None
 
 
 def _base_of(
