@@ -26,7 +26,7 @@ from ckpt_formats.registry import FORMATS, ONLY_READ, format_named, writable
 from ckpt_formats.registry.location import detect
 from ckpt_formats.registry.opening import open_checkpoint
 from effort import TIMES
-from format_sources import MAKE
+from format_sources import MAKE, SAMPLES
 from held import contents, flip, plain
 
 EACH = pytest.mark.parametrize("name", FORMATS)
@@ -238,6 +238,46 @@ def test_format_finds_a_flipped_bit(
         refused += result is None
         flip(file, at, bit)
     assert refused or name in UNSEALED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sample", ["dcp-2.13-fsdp2-w2", "megatron-*-dist", "megatron-*-legacy"])
+def test_files_of_engines_that_are_lost_cut_or_flipped_are_refused(sample: str, tmp_path: Path) -> None:
+    """The laws above are tried with small checkpoints of one writer; several ranks of the real engines wrote these.
+
+    Each file is removed, and cut in its middle and before its last byte; then bits are flipped, in all files alike.
+    """
+    (source,) = SAMPLES.glob(sample)
+    path = Path(shutil.copytree(source, tmp_path / "copy", ignore=shutil.ignore_patterns("truth.safetensors")))
+    whole, good = accepted(path) or pytest.fail("the sample is refused")
+    extras, groups = plain(whole.extras), whole.groups
+    files, rng = sorted(one for one in path.rglob("*") if one.is_file()), random.Random(sample)
+    for file in files:
+        data = file.read_bytes()
+        file.unlink()
+        assert (outcome(path) is None) == (file.name != MARK), file
+        for end in (len(data) // 2, len(data) - 1):
+            file.write_bytes(data[:end])
+            assert outcome(path) is None, (file, end)
+        file.write_bytes(data)
+    refused = 0
+    for number in range(20 * TIMES):
+        file = files[number % len(files)]
+        at, bit = rng.randrange(file.stat().st_size), rng.randrange(8)
+        flip(file, at, bit)
+        if (result := accepted(path)) is None:
+            refused += 1
+        else:  # a bit of what nothing reads, such as the date of a member of an archive
+            checkpoint, values = result
+            assert (values == good, plain(checkpoint.extras) == extras) == (True, True), (file, at, bit)
+            assert checkpoint.groups == groups, (file, at, bit)
+        flip(file, at, bit)
+    assert refused > 10 * TIMES
+    assert outcome(path) == good
+
+
+MARK = "latest_checkpointed_iteration.txt"
+"""Of Megatron: without it, the only iteration that is there is read."""
 
 
 class Attack:
