@@ -2,14 +2,19 @@
 
 `moto.server` serves all of AWS: it lists its hundred services for each request, looks for the one that is meant, and
 logs the answer, which takes as long as the answer itself. A list of objects parses the same times again and again.
+
+A thread serves each request, and moto checks conditions such as `If-None-Match` some lines before it writes: of two
+requests at once, both could create an object, which no real store allows. Here, one object is changed at a time.
 """
 
 import sys
-from functools import lru_cache
+import threading
+from functools import lru_cache, wraps
 from typing import Any
 
 from moto.core import serialize
 from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
+from moto.s3.responses import S3Response
 from werkzeug.serving import make_server
 
 
@@ -22,7 +27,25 @@ class Quiet(MotoRequestHandler):
         pass
 
 
+def change_one_at_a_time() -> None:
+    """Make conditions hold until what they allow is done. The body of a request is here before: nobody is waited for."""
+    lock = threading.Lock()
+
+    def locked(change: Any) -> Any:
+        @wraps(change)
+        def changed(*arguments: Any, **options: Any) -> Any:
+            with lock:
+                return change(*arguments, **options)
+
+        return changed
+
+    for method in ("put", "post", "delete"):
+        name = f"_key_response_{method}"
+        setattr(S3Response, name, locked(getattr(S3Response, name)))
+
+
 def main(port: int) -> None:
+    change_one_at_a_time()
     parse = "parse_to_aware_datetime"
     setattr(serialize, parse, lru_cache(maxsize=10_000)(getattr(serialize, parse)))
     make_server("127.0.0.1", port, create_backend_app("s3"), threaded=True, request_handler=Quiet).serve_forever()
