@@ -28,7 +28,7 @@ class Quiet(MotoRequestHandler):
 
 
 def change_one_at_a_time() -> None:
-    """Make conditions hold until what they allow is done. The body of a request is here before: nobody is waited for."""
+    """Look at no request while another does what its condition allowed. Bodies are here before: none waits for long."""
     lock = threading.Lock()
 
     def locked(change: Any) -> Any:
