@@ -43,8 +43,8 @@ from run import Round
 STEPS, SHORT, FIRST = 100, 12, 4
 """Of a run; of one that is killed where it ends; of the first segment, where the second one's beginning is hit."""
 RETRY = 40
-SECONDS = 60
-"""What a run or a writer may take to end."""
+SECONDS = 300
+"""What a run or a writer may take to end: with many processes beside it, a hundred times as long as alone."""
 BEGINNING, STEPPING, CLOSING, CLOSED = 1, 2, 10, 11
 
 

@@ -84,7 +84,7 @@ BAD = ("lost", "SILENT", "crashed")
 KINDS = ("exact", "refused", "said", *BAD, "skipped")
 MARKS = ("approximate", "not proved", "differs from the run")
 """Words of the notices of steps that may have other values than the run."""
-SECONDS = 60
+SECONDS = 300
 """After this time a loop counts as crashed."""
 
 

@@ -71,7 +71,7 @@ def published(tmp_path: Path) -> Path:
 def get(
     server: ChainServer, path: str, headers: Mapping[str, str] = {}, method: str = "GET"
 ) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection(server.address.host, server.address.port, timeout=20)
+    connection = http.client.HTTPConnection(server.address.host, server.address.port, timeout=60)
     try:
         connection.request(method, path, headers=dict(headers))
         answer = connection.getresponse()
@@ -184,7 +184,7 @@ def test_answers_wait_for_a_change(published: Path) -> None:
         thread.join()
         assert status == 200
         assert "objects/0124" in json.loads(body)["files"]
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 20  # less than the server waits at most
 
 
 def test_commands_read_a_served_chain(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ def test_the_command_ends_with_a_signal(user: StoreServer, run: Path) -> None:
         while reports[-1]["last"] < 6:
             reports.append(json.loads(following.stdout.readline()))
         following.send_signal(signal.SIGINT)
-        assert following.wait(30) == 0
+        assert following.wait(120) == 0
     assert reports[0]["last"] == 4
     assert ckpt("diff", f"{THERE}@6", f"{RECORDED}@6").code == 0
     assert not any("/.ckpt/" in key for key in keys(user))

@@ -302,7 +302,7 @@ def test_steps_are_followed_from_a_bucket_and_from_a_web_server(
                     run.publish(step, weights_at(step))
                     upload()
                 for follower in (one, other):
-                    assert follower.wait(timeout=10) is not None
+                    assert follower.wait(timeout=120) is not None
                     follower.update()
                     assert is_at(follower, run, step)
             run.publish(6, weights_at(6), base=True)

@@ -22,7 +22,7 @@ from ckpt_formats.stores.http_client import Credentials
 from ckpt_formats.stores.peers_store import open_peers
 from ckpt_formats.stores.piece_requests import PieceName, SentPiece, digest_of
 
-SECONDS = 30.0
+SECONDS = 120.0
 HOSTS = 4
 
 

@@ -95,7 +95,7 @@ class Work:
     def begin_until(self, moment: Callable[[], bool]) -> "subprocess.Popen[str]":
         """A run that has come to a moment; on a busy machine it may be over before we look, and is begun again."""
         for _ in range(20):
-            running, until = self.begin(), time.monotonic() + 60
+            running, until = self.begin(), time.monotonic() + 300
             while running.poll() is None and time.monotonic() < until:
                 if moment():
                     return running

@@ -516,7 +516,7 @@ def test_run_tasks_starts_nothing_after_an_error_and_waits_for_what_runs() -> No
         if i == 3:
             gate.set()
             raise ValueError("the third")
-        gate.wait(10)
+        gate.wait(120)
         time.sleep(0.05)
         ended.append(i)
         return i

@@ -70,7 +70,7 @@ def test_chain_in_a_bucket_is_served(run: PublishedRun, user: StoreServer, monke
                 def follow(number: int) -> None:
                     with Follower(serving.url) as follower:
                         for step in (3, 4):
-                            assert follower.wait(timeout=20.0, every=0.01) is not None
+                            assert follower.wait(timeout=120.0, every=0.01) is not None
                             follower.update()
                             assert is_at(follower, run, step)
                             if step == 3:
@@ -79,7 +79,7 @@ def test_chain_in_a_bucket_is_served(run: PublishedRun, user: StoreServer, monke
                 at_three = threading.Semaphore(0)
                 pending = [pool.submit(follow, number) for number in range(4)]
                 for _ in pending:
-                    assert at_three.acquire(timeout=60)
+                    assert at_three.acquire(timeout=120)
                 before = len(requests)
                 time.sleep(1.0)
                 assert len(requests) - before < 16  # four followers wait
@@ -106,7 +106,7 @@ def test_follower_and_commands_read_a_published_chain(way: str, run: PublishedRu
         assert follower.files().keys() == FILES.keys()
         for step in (4, 5, 6):
             run.publish(step, weights_at(step), base=step == 5)
-            assert follower.wait(timeout=10.0) is not None
+            assert follower.wait(timeout=120.0) is not None
             follower.update()
             assert is_at(follower, run, step)
         assert ckpt("inspect", url).code == 0
@@ -123,11 +123,11 @@ def test_follower_hears_of_a_step_at_once(run: PublishedRun) -> None:
         thread = threading.Timer(0.2, lambda: run.publish(4, weights_at(4)))
         thread.start()
         began = time.monotonic()
-        seen = follower.wait(timeout=20.0, every=20.0)
+        seen = follower.wait(timeout=300.0, every=300.0)
         thread.join()
         assert seen is not None
         assert seen.step == 4
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20  # less than the server waits at most
 
 
 def test_follower_goes_on_when_the_server_is_started_again(run: PublishedRun) -> None:

@@ -77,11 +77,11 @@ def test_folder_waits_for_another_version(tmp_path: Path) -> None:
     thread = threading.Timer(0.05, lambda: place.replace("head.json", b"later", version))
     thread.start()
     began = time.monotonic()
-    changed = place.read_if_changed("head.json", version, seconds=30)
+    changed = place.read_if_changed("head.json", version, seconds=300)
     thread.join()
     assert changed is not None
     assert changed[0] == b"later"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 100
 
 
 @pytest.mark.parametrize(

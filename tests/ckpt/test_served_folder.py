@@ -276,7 +276,7 @@ def test_command_prints_an_event_on_each_line_until_a_signal_ends_it(run: Publis
         events += [json.loads(process.stdout.readline()) for _ in range(3)]
         process.send_signal(signal.SIGTERM)
         events.append(json.loads(process.stdout.readline()))
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         assert process.stderr.read() == "1\n2\n"
     assert [one["event"] for one in events] == [*["serving", "executed", "waiting"] * 2, "stopped"]
     assert (events[3]["step"], events[3]["base"], events[3]["path"]) == (2, False, str(tmp_path / "served" / "b"))

@@ -108,7 +108,7 @@ def test_the_state_is_frozen_while_somebody_reads_and_no_longer(listening: Liste
     assert listening.shadow.step == 7
     assert bits(connection.checkpoint) == bits(restored(listening.run, 7))
     connection.close()
-    thread.join(10)
+    thread.join(120)
     assert listening.shadow.step == 12
     with pytest.raises(IncompleteError):
         bits(connection.checkpoint)
@@ -233,7 +233,7 @@ def hostile_shadow(answer: Callable[[socket.socket], None]) -> Iterator[NetworkA
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield NetworkAddress("127.0.0.1", listening.getsockname()[1])
-        thread.join(5)
+        thread.join(120)
 
 
 def _hello(peer: socket.socket) -> None:

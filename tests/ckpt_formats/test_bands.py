@@ -19,7 +19,7 @@ from ckpt_formats.core.seals import Seal, crc32
 from ckpt_formats.core.tensor import Array, FileBlob, read
 from held import flip, folder
 
-SECONDS = 30
+SECONDS = 120
 """What reading may take; then somebody waits for ever."""
 
 

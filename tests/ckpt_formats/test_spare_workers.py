@@ -124,7 +124,7 @@ def test_block_waits_for_the_item_that_is_being_computed() -> None:
     with ThreadPoolExecutor(1) as pool:
         with SpareWorkers(threading.Semaphore(1), pool).ahead(slow(), lambda number: True) as items:
             next(items)
-            assert started.wait(10)
+            assert started.wait(120)
         assert finished == [True], "the block waits for the item that is being computed: it may use a reader"
 
 

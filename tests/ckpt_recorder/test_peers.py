@@ -52,7 +52,7 @@ HERE = NetworkAddress("127.0.0.1", 0)
 TOKEN = b"a token that is long enough"
 MEMORY = 1 << 26
 STEPS = 12
-SECONDS = 30.0
+SECONDS = 120.0
 
 
 @dataclass

@@ -56,7 +56,7 @@ from shadow_peers import frame, until_end
 
 HERE = NetworkAddress("127.0.0.1", 0)
 MEMORY = 1 << 27
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 @dataclass

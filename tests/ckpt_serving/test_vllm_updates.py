@@ -43,9 +43,9 @@ def test_servers_get_the_chain_once_and_then_each_step(tmp_path: Path) -> None:
         )
         updates.start()
         try:
-            assert updated.acquire(timeout=10)
+            assert updated.acquire(timeout=120)
             run.publish(8, weights(1))
-            assert updated.acquire(timeout=10)
+            assert updated.acquire(timeout=120)
         finally:
             stop.set()
             updates.join()

@@ -30,7 +30,7 @@ from ckpt_training.copies import HostCopies
 from ckpt_training.local_shards import as_array
 from saving_jobs.model import Model
 
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 class Run:

@@ -27,7 +27,7 @@ from protect_campaign import contents_of
 from saving_jobs import follow
 from saving_jobs.model import Model
 
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 class Run:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 60
+SECONDS = 300
 _PATHS = os.pathsep.join(str(ROOT / name) for name in (".", "formats", "codecs", "tests/support"))
 
 

@@ -23,7 +23,7 @@ from obstore.store import S3Store
 
 BUCKET = "bucket"
 KEY, SECRET = "the-key-of-the-tests", "the-secret-of-the-tests"
-_DEADLINE = 60.0
+_DEADLINE = 300.0
 _ONE_AUTHORITY = {"SSL_CERT_FILE": str(Path(__file__).with_name("nobody.pem")), "SSL_CERT_DIR": os.devnull}
 """The environment in which a client trusts one authority, of which nobody has the key. A client reads all those of the
 system when it is made, which takes 12 ms of a processor; the servers of tests speak without TLS."""

@@ -53,7 +53,7 @@ def save(kind: Kind, out: Path, where: str) -> None:
                 handles.append(saver.save(step))
             if step == STEPS[1]:
                 run.save(out / "engine")
-        results = [handle.wait(60.0) for handle in handles]
+        results = [handle.wait(300.0) for handle in handles]
     state = torch.get_rng_state()
     losses = run.train(AFTER)
     log = {"losses": losses, "kinds": [result.kind for result in results], "state": state.tolist()}
@@ -79,7 +79,7 @@ def fail(kind: Kind, out: Path, where: str) -> None:
             if rank == 1 and step == 3 and saver.writer_pid is not None:
                 os.kill(saver.writer_pid, signal.SIGKILL)
             try:
-                messages.append(handle.wait(60.0).kind)
+                messages.append(handle.wait(300.0).kind)
             except CkptError as error:
                 messages.append(f"{type(error).__name__}: {error.what}")
             distributed.barrier()
