@@ -9,7 +9,14 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckpt
-from ckpt.pipeline.removal import delete_beside, remove_checkpoint, replace_file_or_folder
+from ckpt.pipeline import folder_target
+from ckpt.pipeline.removal import (
+    delete_beside,
+    finish_removals,
+    remove_checkpoint,
+    replace_file_or_folder,
+    set_aside_path,
+)
 from ckpt_cli.main import USAGE
 from ckpt_formats.core.folders import replaced_file
 from damage import NOT_FOUND, OUTPUT, SAMPLES
@@ -56,19 +63,51 @@ def test_second_to_replace_a_checkpoint_is_refused_while_the_first_does(
     """It would take for a remainder, and delete, what is about to get the name, or has just got it."""
     place = tmp_path / "place"
     place.mkdir()
-    target = place / "out"
-    overwrite(source(tmp_path, 1.0), target)
+    target = place / "out.safetensors"
+    ckpt.save(ckpt.open(source(tmp_path, 1.0)), target)
     codes = list[int]()
 
     def exchange_late(new: Path, path: Path) -> None:
-        for words in (("convert", source(tmp_path, 3.0), target, "--overwrite"), ("clean", target)):
+        convert = ("convert", source(tmp_path, 3.0), target, "--overwrite")
+        for words in (convert, ("clean", target), ("protect", target)):
             codes.append(command(*words).code)
+        removed = set_aside_path(target)
+        removed.touch()
+        assert finish_removals(place) == []
+        removed.unlink()
         replace_file_or_folder(new, path)
 
     monkeypatch.setattr("ckpt.job.replacing.replace_file_or_folder", exchange_late)
+    ckpt.save(ckpt.open(source(tmp_path, 2.0)), target, overwrite=True)
+    assert codes == [LOCKED, LOCKED, LOCKED]
+    assert (value_of(target), names(place)) == (2.0, {target.name})
+
+
+def test_a_target_is_replaced_also_if_another_process_sweeps_its_folder_before_it_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, made = tmp_path / "out.safetensors", folder_target.make_staging
+    overwrite(source(tmp_path, 1.0), target)
+
+    def swept(folder: Path, path: Path) -> None:
+        made(folder, path)
+        monkeypatch.setattr(folder_target, "make_staging", made)
+        folder_target.sweep(tmp_path)
+        assert not folder.exists()
+
+    monkeypatch.setattr(folder_target, "make_staging", swept)
     overwrite(source(tmp_path, 2.0), target)
-    assert codes == [LOCKED, LOCKED]
-    assert (value_of(target), names(place)) == (2.0, {"out"})
+    assert value_of(target) == 2.0
+
+
+def test_a_job_that_would_replace_a_target_raises_its_own_error(tmp_path: Path) -> None:
+    target, new = tmp_path / "out.safetensors", source(tmp_path, 2.0)
+    overwrite(source(tmp_path, 1.0), target)
+    opened = ckpt.open(new)
+    new.unlink()
+    with pytest.raises(ckpt.NotFoundError, match=r"2\.0\.safetensors: cannot be read"):
+        ckpt.save(opened, target, overwrite=True)
+    assert value_of(target) == 1.0
 
 
 def test_overwrite_replaces_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

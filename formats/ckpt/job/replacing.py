@@ -71,5 +71,7 @@ def replacing(target: Path, locks: bool) -> Iterator[Path]:
             delete(new)  # of a job that was killed
             yield new
             replace_file_or_folder(new, target)
+        except CkptError:
+            raise  # of the job
         except OSError as error:
             raise unwritable(error, target) from error

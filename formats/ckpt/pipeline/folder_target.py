@@ -20,7 +20,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -42,7 +42,7 @@ from ckpt.pipeline.target import (
     inside,
     process_name,
 )
-from ckpt_formats.core.errors import CkptError, NotFoundError, OutputError
+from ckpt_formats.core.errors import CkptError, LockedError, NotFoundError, OutputError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.folder_place import FolderPlace
 from ckpt_formats.core.format import Receipt, WritableFormat
@@ -71,6 +71,8 @@ _REMEMBERED = 24 * 3600.0
 """Seconds for which it is remembered that shards have done their job."""
 _LARGE = 8 << 20
 """Files of at least so many bytes are flushed as soon as they are written."""
+_PAUSES = (0.005, 0.02, 0.1)
+"""Seconds until a process tries again to lock a folder that another one may be about to remove."""
 _NUMBERS = count()
 
 
@@ -266,13 +268,29 @@ def locked_folder(folder: Path, target: Path, locks: bool = True) -> Iterator[No
 
 @contextmanager
 def locked_staging(target: Path, locks: bool) -> Iterator[None]:
-    """Within, no other process writes a target, or has its staging folder. Raises as `locked_folder`."""
+    """Within, no other process writes a target, or has its staging folder. Raises as `locked_folder`.
+
+    If the target is there, a process that sweeps may take the folder for one that is left over until it is locked.
+    """
     folder = staging_folder(target)
-    with locked_folder(folder, target, locks):
+    with ExitStack() as stack:
+        for pause in (*_PAUSES, None):
+            try:
+                stack.enter_context(locked_folder(folder, target, locks))
+                break
+            except OutputError as error:
+                if pause is None or not (isinstance(error, LockedError) or _is_missing(error)):
+                    raise
+                time.sleep(pause)
         try:
             yield
         finally:
             _remove_unused(folder)
+
+
+def _is_missing(error: CkptError) -> bool:
+    """Whether it is the system's error for something that is gone."""
+    return isinstance(error.__cause__, FileNotFoundError)
 
 
 def _remove_unused(folder: Path) -> None:
@@ -304,7 +322,7 @@ def sweep(place: Path) -> None:
             continue
         target = place / folder.name[1 : -len(PARTIAL)]
         if _is_left_over(folder, target) and is_own(folder, *OWN):
-            with suppress(CkptError), locked_folder(folder, target):
+            with suppress(CkptError), hold(FolderPlace(folder), LOCK, target):
                 if _is_left_over(folder, target):
                     remove_staging(folder)
 
@@ -313,7 +331,10 @@ def _is_left_over(folder: Path, target: Path) -> bool:
     """Was a run killed after it had published the target?"""
     if not os.path.lexists(target) or folder.is_symlink() or not folder.is_dir():
         return False
-    is_removed = {path.name for path in folder.iterdir()} <= {LOCK}  # but for what goes last
+    try:
+        is_removed = {path.name for path in folder.iterdir()} <= {LOCK}  # but for what goes last
+    except FileNotFoundError:
+        return False  # all of it, by its owner
     return is_removed or (folder / PUBLISHED).exists()
 
 

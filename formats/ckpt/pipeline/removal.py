@@ -12,10 +12,11 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ckpt.pipeline.folder_target import locked_staging
 from ckpt.pipeline.job_note import JobNote
 from ckpt.pipeline.target import JOB, LEASE, PUBLISHED
 from ckpt_formats.core.claims import MAX_LIST
-from ckpt_formats.core.errors import OutputError
+from ckpt_formats.core.errors import LockedError, OutputError
 from ckpt_formats.core.folders import entries_of, has_stale_sidecars, parity_of_file, replaced_file
 from ckpt_formats.core.locking import unwritable
 from ckpt_formats.core.place import Place
@@ -67,24 +68,36 @@ def replacement_path(target: Path) -> Path:
 
 
 def finish_removals(folder: Path) -> list[str]:
-    """Finish the removals that were interrupted in a folder. Returns the names of the checkpoints."""
-    names = list(_interrupted(folder))
-    for name in names:
-        finish_removal(folder / name)
-    return names
+    """Finish the removals that were interrupted in a folder. Returns the names of the checkpoints.
+
+    What a removal left of a checkpoint that a job writes now stays.
+    """
+    finished = list[str]()
+    for name in list(_interrupted(folder)):
+        with suppress(LockedError):
+            finish_removal(folder / name)
+            finished.append(name)
+    return finished
 
 
 def finish_removal(path: Path) -> tuple[int, int]:
-    """Delete what an interrupted removal or replacement left. Returns the numbers of files and bytes."""
+    """Delete what an interrupted removal or replacement left. Returns the numbers of files and bytes.
+
+    Raises `LockedError` while a job writes the target, and `OutputError`.
+    """
     try:
         if is_remote(path):
             return _finish_in_store(path)
+        aside, new = set_aside_path(path), replacement_path(path)
+        if not any(map(os.path.lexists, (replaced_file(path), aside, new))):
+            return 0, 0
         files = nbytes = 0
-        _finish_replacement(path)
-        for left in (set_aside_path(path), replacement_path(path)):
-            own = [left] if left.is_file() else [one for one in left.rglob("*") if one.is_file()]
-            files, nbytes = files + len(own), nbytes + sum(one.lstat().st_size for one in own)
-            delete(left)
+        with locked_staging(path, locks=False):  # or what another process is about to give the name would go
+            _finish_replacement(path)
+            for left in (aside, new):
+                own = [left] if left.is_file() else [one for one in left.rglob("*") if one.is_file()]
+                files, nbytes = files + len(own), nbytes + sum(one.lstat().st_size for one in own)
+                delete(left)
         return files, nbytes
     except OSError as error:
         raise unwritable(error, path) from error

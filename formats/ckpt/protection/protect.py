@@ -109,7 +109,7 @@ def run_protect(
     try:
         with ExitStack() as stack:
             if not is_locked:
-                stack.enter_context(locked(plan.folder.base))
+                stack.enter_context(locked(plan.folder.base, plan.folder.path if plan.folder.file else None))
             draft = ParityDraft(plan, stack.enter_context(scratch_for(plan.folder.base, resources)))
             draft.take_back()
             journal = ParityJournal(draft)

@@ -121,7 +121,7 @@ def repair(
     copies = tuple(source_path(other) for other in others)
     with ExitStack() as stack:
         if not dry_run:
-            stack.enter_context(locked(folder.base))
+            stack.enter_context(locked(folder.base, folder.path if folder.file else None))
             root, places = listed_again(root), tuple(map(listed_again, places))
             folder = find_parity(root, places)  # another process may have written it until it gave the lock back
         check_not_newer(folder)
