@@ -364,6 +364,8 @@ def test_a_repair_cuts_off_nothing_that_a_run_recorded_after_its_chain_was_prote
 def test_repair_leaves_the_head_of_a_published_chain_in_which_steps_were_published_since(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "policy.chain"
     run.parent.mkdir()
+    publish(run, [1])
+    earlier = (run / HEAD).read_bytes()
     publish(run, [1, 2])
     for folder in (run, run.parent):
         ckpt.protect(folder, 2)
@@ -379,9 +381,10 @@ def test_repair_leaves_the_head_of_a_published_chain_in_which_steps_were_publish
         assert head.read_bytes() == now
         assert share.read_bytes() == whole[share.relative_to(run).as_posix()]
         assert ckpt.Chain(run).last == step
-    head.write_bytes(b"")
-    assert "repaired 1 of 1 file" in command("repair", run).out
-    assert head.read_bytes() == protected
+    for damaged in (b"", earlier):
+        head.write_bytes(damaged)
+        assert "repaired 1 of 1 file" in command("repair", run).out
+        assert head.read_bytes() == protected
     publish(run, [4, 5])  # it finds the records after the head
     assert ckpt.Chain(run).last == 5
     assert command("verify", run).code == 0
@@ -431,11 +434,11 @@ def test_a_repair_takes_the_parity_that_is_there_when_it_holds_the_lock(
     chain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def locked(base: Path) -> Iterator[None]:
+    def locked(base: Path, file: Path | None) -> Iterator[None]:
         """Before, let another process end that holds the lock."""
         append(chain, state(5), None, DeltaPolicy(), ONE)
         protect_members(chain, 2, ["step-0000000005"], resources=ONE)
-        with protect.locked(base):
+        with protect.locked(base, file):
             yield
 
     monkeypatch.setattr(repair, "locked", locked)

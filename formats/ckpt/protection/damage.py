@@ -34,7 +34,7 @@ from ckpt_formats.parity.copies import ManifestCopy, copy_at
 from ckpt_formats.parity.manifest import HASH_NBYTES, BlockHashes
 from ckpt_formats.universal.chain.folder import is_growing
 from ckpt_formats.universal.gradients.segment import layout_and_heads, rank_file
-from ckpt_formats.universal.published.records import HEAD, MAX_HEAD, Head
+from ckpt_formats.universal.published.records import HEAD, MAX_HEAD, Head, StepName
 from ckpt_formats.universal.published.steps import read_file
 
 _TOGETHER = 8
@@ -77,7 +77,7 @@ class Damage:
     """Logs that are longer than they were protected, and damaged ones into which a run records. They stay: a repair
     would cut off what was recorded since, or what the run records next."""
     heads: frozenset[Path] = frozenset()
-    """Those of published chains that are whole and not as they were protected: a run has published steps since."""
+    """Those of published chains that name a record that was not protected: a run has published steps since."""
     copies: Mapping[Path, str] = field(default_factory=dict)
     """What is wrong with copies of the manifest."""
 
@@ -179,7 +179,7 @@ def find_damage(
     heads = frozenset(
         path
         for path, more in more_nbytes.items()
-        if (more or path in changed) and path.as_posix().endswith(f"/{HEAD}") and _is_head(path)
+        if (more or path in changed) and path.as_posix().endswith(f"/{HEAD}") and _is_later_head(folder, path)
     )
     lengths = frozenset(path for path, more in more_nbytes.items() if more) - grown - heads
 
@@ -215,18 +215,26 @@ def _is_own_log(folder: ProtectedFolder, path: Path, bad: Collection[BlockAddres
     return there == head
 
 
-def _is_head(path: Path) -> bool:
-    """Whether a file is there and is the head of a published chain, not damaged."""
+def _is_later_head(folder: ProtectedFolder, path: Path) -> bool:
+    """Whether a file is there and is the head of a published chain in which something was published since.
+
+    It then names a record that is there and was not protected. One that names no such record is an earlier one, or its
+    signature is damaged, which needs a key to be seen.
+    """
     try:
         data = read_file(path, MAX_HEAD)
         if data is None:
             return False
-        Head.from_bytes(data, path)
+        head = Head.from_bytes(data, path)
     except UnsupportedError:
         return True  # of a later version
     except CkptError:
         return False
-    return True
+    name, run = head.record.name, path.parent.parent
+    keys = [name.key, *(StepName(name.epoch, last).fold_key(first) for first, last in head.folds)]
+    records = (run / key for key in keys)
+    protected = folder.manifest.lengths.keys()
+    return any(one.relative_to(folder.root).as_posix() not in protected and one.is_file() for one in records)
 
 
 def wrong_copies(folder: ProtectedFolder) -> dict[Path, str]:

@@ -78,7 +78,6 @@ PAD = b"\0" * 16
 _u2 = struct.Struct("<H").unpack_from
 _i4 = struct.Struct("<i").unpack_from
 _u4 = struct.Struct("<I").unpack_from
-_u8 = struct.Struct("<Q").unpack_from
 _f8 = struct.Struct(">d").unpack_from
 
 
