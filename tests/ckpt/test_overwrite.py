@@ -86,12 +86,12 @@ def test_second_to_replace_a_checkpoint_is_refused_while_the_first_does(
 def test_a_target_is_replaced_also_if_another_process_sweeps_its_folder_before_it_is_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, made = tmp_path / "out.safetensors", folder_target.make_staging
+    target, make_staging = tmp_path / "out.safetensors", folder_target.make_staging
     overwrite(source(tmp_path, 1.0), target)
 
     def swept(folder: Path, path: Path) -> None:
-        made(folder, path)
-        monkeypatch.setattr(folder_target, "make_staging", made)
+        make_staging(folder, path)
+        monkeypatch.setattr(folder_target, "make_staging", make_staging)
         folder_target.sweep(tmp_path)
         assert not folder.exists()
 
