@@ -196,6 +196,20 @@ def test_steps_that_the_chain_dropped_are_forgotten(run: Path) -> None:
     assert settle(shadow)[-1] == (4, bits(restored(run, 4)))
 
 
+def test_shadow_once_goes_on_in_the_next_segment_if_its_own_is_removed(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(GOLDEN, tmp_path / "run.chain"))
+    chain = chain_file.load(run / chain_file.NAME)
+    (run / chain_file.NAME).write_bytes(chain_file.dump(ChainIndex((), chain.segments[:1])))
+    shadow = Shadow(run, resources=ONE)
+    shadow.poll()
+    shadow.poll(1)
+    assert shadow.step == 1
+    (run / chain_file.NAME).write_bytes(chain_file.dump(replace(chain, segments=chain.segments[1:])))
+    shutil.rmtree(run / chain.segments[0].folder)
+    follow(shadow, lambda event: None, threading.Event(), once=True)
+    assert shadow.step == 6
+
+
 def test_a_log_that_is_not_there_is_an_error_and_one_without_a_start_is_awaited(run: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         Shadow(tmp_path / "other.chain").poll()

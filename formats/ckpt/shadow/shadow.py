@@ -181,6 +181,7 @@ class Shadow:
             if not self._list_changed():
                 raise
             self._follow_list(state)
+            self.has_more = True
             return 0
         limits = [one for one in (last, self._limit, upto, self._stop(state, last)) if one is not None]
         step = max(state.step, min(*limits, *self._holds, state.step + self._band(state)))
