@@ -293,6 +293,7 @@ def test_a_lease_runs_from_the_request_for_it_although_the_answer_comes_late(
     with pytest.raises(LockedError):
         taken.check()
     taken.release()
+    assert os.listdir(tmp_path) == ["lease"], "another process may take it at this moment, and would lose it"
 
 
 @pytest.mark.slow

@@ -101,12 +101,15 @@ class Lease:
             self._renewed = started
 
     def release(self) -> None:
-        """Let others write. An error is none for the user: then the lease ends by itself."""
+        """Let others write. An error is none for the user: then the lease ends by itself.
+
+        It also does so if it has ended already: another process may take it at the moment when it would be deleted.
+        """
         self._released.set()
         self._thread.join()
         with suppress(OSError, CkptError):
-            if owner_of(self._place, self._key) == self._owner:
-                self._place.delete([self._key])
+            self.confirm()
+            self._place.delete([self._key])
 
 
 @dataclass(frozen=True)
