@@ -15,7 +15,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import SplitResult, quote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 from weakref import finalize
 
@@ -156,7 +156,7 @@ class HttpClient:
             if answer.status not in _REDIRECTS or location is None:
                 _check(answer, where)
                 return answer
-            target = urlsplit(urljoin(f"{client.origin}{request.path}", location))
+            target = _target_of(f"{client.origin}{request.path}", location, where)
             origin = f"{target.scheme}://{target.netloc}"
             if target.scheme not in ("http", "https") or (client._is_tls and target.scheme == "http"):
                 raise StoreError("the server sends to an address that is not secure", printable(where))
@@ -189,8 +189,12 @@ class HttpClient:
                 if isinstance(error, ssl.SSLCertVerificationError):
                     text = f"the server is not trusted: {error.verify_message or error.reason}"
                     raise UnsafeError(text, where=self.origin, hint=_TLS_HINT) from None
-                if isinstance(error, (CkptError, StoreError)) or not isinstance(error, (OSError, HTTPException)):
+                if isinstance(error, (CkptError, StoreError)) or not isinstance(
+                    error, (OSError, HTTPException, UnicodeError)
+                ):
                     raise
+                if isinstance(error, UnicodeError):
+                    raise StoreError("no host can have this name", printable(self.origin)) from None
                 if is_used and response is None:
                     continue  # the server has closed it meanwhile
                 raise _failed(error, is_unreached) from None
@@ -251,9 +255,9 @@ class HttpClient:
         """The whole of an answer. Raises `UnsafeError` if it is longer than it may be."""
         where = f"{self.origin}{request.path.partition('?')[0]}"
         headers = {name.lower(): value for name, value in response.getheaders()}
-        if headers.get("content-encoding", "identity") != "identity":
-            raise Transient("the server answers with coded bytes, which were not requested", is_wrong=True)
         is_success = response.status in (200, 206)
+        if is_success and headers.get("content-encoding", "identity") != "identity":
+            raise Transient("the server answers with coded bytes, which were not requested", is_wrong=True)
         limit = request.max_nbytes if is_success else min(request.max_nbytes, _PART)
         if response.length is not None and response.length > limit and is_success:
             raise too_large(response.length, limit, where)
@@ -276,7 +280,7 @@ class HttpClient:
                 _pass_on(sink, part[:nbytes])
             elif known is None:
                 body += part[:nbytes]
-        if response.length:  # what was announced, and did not come
+        if response.length and total <= limit:  # what was announced, and did not come
             raise Transient("the server ended the connection within an answer")
         return HttpAnswer(response.status, headers, memoryview(body).toreadonly())
 
@@ -365,6 +369,18 @@ def _context(certificate: Path | None) -> ssl.SSLContext:
         raise InvalidArgumentError(f"has no certificates: {error}", where=certificate, hint=_TLS_HINT) from None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
+
+
+def _target_of(here: str, location: str, where: str) -> SplitResult:
+    """Where a server sends to, as a request can name it. Raises `StoreError` for what is no address."""
+    try:
+        target = urlsplit(urljoin(here, location))
+        target.port  # noqa: B018
+    except ValueError:
+        raise StoreError("the server sends to an address that is none", printable(where)) from None
+    # Heads have Latin-1 for the library, so these are the bytes that the server has sent.
+    path, query = (quote(part, "/%:@!$&'()*+,;=~?", "latin-1", "replace") for part in (target.path, target.query))
+    return target._replace(path=path, query=query)
 
 
 def _check(answer: HttpAnswer, where: str) -> None:

@@ -14,6 +14,7 @@ import xxhash
 from ckpt_formats.core.claims import MAX_LIST
 from ckpt_formats.core.errors import InvalidArgumentError, NotFoundError, UnsupportedError
 from ckpt_formats.core.place import ReadPlace, Version, absent, ends_early
+from ckpt_formats.core.store_path import StoreError
 from ckpt_formats.core.text import printable
 from ckpt_formats.stores.http_client import Credentials, HttpAnswer, HttpClient, SinkOf
 from ckpt_formats.stores.repetition import Repetition, RetryPolicy
@@ -64,6 +65,7 @@ class HttpPlace(ReadPlace):
         answer = self.request(key, max_nbytes=max_nbytes)
         if answer.status in _ABSENT:
             return None
+        _check_whole(answer, self.where(key))
         return bytes(answer.body), version_of(answer)
 
     def read_range(self, key: str, offset: int, nbytes: int) -> memoryview:
@@ -83,8 +85,9 @@ class HttpPlace(ReadPlace):
         answer = self.request(key, headers, max_nbytes, seconds=seconds)
         if answer.status in _ABSENT:
             raise absent(self.where(key))
-        if answer.status == 304:
+        if answer.status == 304 and version.e_tag:
             return None
+        _check_whole(answer, self.where(key))
         now = version_of(answer)
         return None if now.version == version.version else (bytes(answer.body), now)
 
@@ -139,6 +142,12 @@ def split_url(text: str) -> tuple[str, str]:
         raise NotFoundError("no object has a part `..` or `.` in its path", where=shown)
     name = f"[{host}]" if ":" in host else host
     return f"{parts.scheme.lower()}://{name}{'' if port is None else f':{port}'}", "/".join(path)
+
+
+def _check_whole(answer: HttpAnswer, where: str) -> None:
+    """Raise `StoreError` unless an answer has all of an object: its body may be a part of it, or say what is wrong."""
+    if answer.status != 200:
+        raise StoreError(f"the server answers with status {answer.status}, as if to another request", where)
 
 
 def version_of(answer: HttpAnswer) -> Version:

@@ -200,6 +200,6 @@ class Repetition:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """The seconds that an answer asks to wait; None if it does not."""
+    """The seconds that an answer asks to wait; None if it does not, or to come back at once."""
     text = headers.get("retry-after", "")
-    return min(float(text), _MAX_WAIT) if text.isascii() and text.isdigit() else None
+    return min(float(text), _MAX_WAIT) or None if text.isascii() and text.isdigit() else None
