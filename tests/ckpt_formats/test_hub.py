@@ -4,7 +4,10 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ from safetensors.numpy import save_file
 
 import ckpt as library
 from ckpt_formats.core.errors import CorruptError, UnsupportedError
+from ckpt_formats.core.store_path import StoreError
 from ckpt_formats.stores.location import source_path
 from damage import SAMPLES, ckpt
 from hub_server import SIGNATURE, TOKEN, Hub, Repository, hub
@@ -164,6 +168,40 @@ def test_requests_that_fail_are_repeated(statuses: list[int], user: Hub) -> None
         user.failing += statuses
         assert bytes(store.get(path.key, 0, 100)) == whole  # type: ignore[attr-defined]
     assert not user.failing
+
+
+def test_an_address_that_ends_is_asked_for_again_by_all_threads(user: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "dcp-2.2-fsdp1-w2"
+    path = next(one for one in source_path(f"hf://org/{name}").iterdir() if one.suffix == ".distcp")
+    store, whole = path.store, (SAMPLES / name / path.name).read_bytes()  # type: ignore[attr-defined]
+    assert bytes(store.get(path.key, 0, 100)) == whole[:100]  # type: ignore[attr-defined]
+    monkeypatch.setattr(user, "together", threading.Barrier(4))
+    user.failing += [403] * 4
+    with ThreadPoolExecutor(4) as pool:
+        read = [pool.submit(store.get, path.key, at, 50) for at in range(4)]  # type: ignore[attr-defined]
+        assert [bytes(one.result()) for one in read] == [whole[at : at + 50] for at in range(4)]
+
+
+def test_another_range_than_was_requested_is_refused(user: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = source_path(f"hf://org/{NAMES[0]}") / "model.safetensors"
+    monkeypatch.setattr(user, "shift", 8)
+    with pytest.raises(StoreError, match="another range"):
+        path.store.get(path.key, 0, 64)  # type: ignore[attr-defined]
+
+
+def test_what_lies_beside_a_folder_cannot_be_read_of_a_hub_that_is_gone(
+    user: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CKPT_STORE_RETRY", "0.1")
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a folder" / "config.json").write_text("{}")
+    user.repositories["org/deep"] = Repository()
+    user.repositories["org/deep"].commit(tmp_path)
+    path = source_path("hf://org/deep/a folder")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # by which its client would wait before it asks again
+    with pytest.raises(StoreError, match="cannot be reached"):
+        (path.parent / "beside").exists()
 
 
 @pytest.mark.parametrize("header", ["X-Repo-Commit", "X-Linked-ETag"])

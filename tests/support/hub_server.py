@@ -51,6 +51,11 @@ class Hub:
     failing: list[int] = field(default_factory=list)
     """The statuses by which the next requests of ranges are answered."""
 
+    together: threading.Barrier | None = None
+    """Where requests wait for one another that are to fail."""
+    shift: int = 0
+    """The bytes by which ranges are answered that begin later than those that were requested."""
+
     @property
     def gets_of_ranges(self) -> int:
         return sum(path.startswith(("/cdn/", "/api/resolve-cache/")) for _, path, _ in self.requests)
@@ -132,15 +137,19 @@ def hub() -> Iterator[Hub]:
 
         def _file(self, parts: list[str], is_valid: bool) -> None:
             if state.failing:
-                return self._refuse(state.failing.pop(0), None)
+                status = state.failing.pop(0)
+                if state.together is not None:
+                    state.together.wait(10)
+                return self._refuse(status, None)
             if not is_valid:
                 return self._refuse(403, None)
             if parts[0] == "models":
                 parts = parts[1:]
             data = state.repositories["/".join(parts[:2])].commits[parts[2]]["/".join(parts[3:])]
-            first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
-            part = data[int(first) : int(last) + 1 if last else len(data)]
-            stop = int(first) + len(part) - 1
+            begin, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+            first = int(begin) + state.shift
+            part = data[first : int(last) + 1 + state.shift if last else len(data)]
+            stop = first + len(part) - 1
             if state.flips:
                 state.flips, part = state.flips - 1, bytes([part[0] ^ 1]) + part[1:]
             self._send(206, part, {"Content-Range": f"bytes {first}-{stop}/{len(data)}", "ETag": f'"{_oid(data)}"'})

@@ -5,7 +5,7 @@ all that is read is of one state, whatever is uploaded meanwhile.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import sha1, sha256
 from typing import Any, TypeVar
@@ -44,6 +44,7 @@ _TIMEOUT = 60.0
 _WHOLE = 1 << 20
 """Bytes of a file that a server may answer as a whole."""
 _LOG_IN = "Log in with `hf auth login`, or set HF_TOKEN to a token that may read it."
+_RANGE = re.compile(r"bytes (\d{1,18})-", re.ASCII)
 _HTTP_ERROR: Any = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
 """Of the library that `huggingface_hub` uses, which is another one in some versions: all errors of its requests."""
 
@@ -82,11 +83,11 @@ class HubRepository(ListedStore):
         try:
             with get_session().stream("GET", address, headers=headers, timeout=_TIMEOUT) as answer:
                 if known and answer.status_code in (401, 403, 404, 410):
-                    del self._locations[key]
+                    self._locations.pop(key, None)  # other threads may see that at the same time
                     raise Transient("the address of the file is no longer valid", pause=0)
                 for one in (*answer.history, answer):
                     self._check_source(one.headers, self._objects[key].e_tag, where)
-                self._check(answer.status_code, answer.headers, self._objects[key].nbytes, where)
+                self._check(answer.status_code, answer.headers, offset, self._objects[key].nbytes, where)
                 if answer.history and answer.url.host != answer.history[0].url.host:
                     self._locations[key] = str(answer.url)  # requests to it have no token: its address is signed
                 data = answer.read()
@@ -110,11 +111,13 @@ class HubRepository(ListedStore):
                 hint="Try again. If it stays so, something between here and the hub changes its answers.",
             )
 
-    def _check(self, status: int, headers: Mapping[str, str], size: int, where: str) -> None:
+    def _check(self, status: int, headers: Mapping[str, str], offset: int, size: int, where: str) -> None:
         """Raise what the status and the length say. Nothing of the body was read yet."""
         if status == 206:
-            total = headers.get("Content-Range", "").rpartition("/")[2]
-            if total.isdigit() and int(total) != size:
+            first, total = _RANGE.match(stated := headers.get("Content-Range", "")), stated.rpartition("/")[2]
+            if first is None or int(first[1]) != offset:
+                raise Transient("the hub answers with another range than was requested", is_wrong=True)
+            if total.isascii() and total.isdigit() and int(total) != size:
                 raise CorruptError(f"has {int(total):,} bytes, and {size:,} by the listing of its commit", where=where)
             return
         if status == 200 and int(headers.get("Content-Length") or -1) == size <= _WHOLE:
@@ -135,14 +138,43 @@ class HubRepository(ListedStore):
 
     def level(self, key: str) -> tuple[Mapping[str, StoredObject], list[str]]:
         api = HfApi(token=False if self.anonymous else None)
+
+        def listed() -> list[RepoFile | RepoFolder]:
+            return list(api.list_repo_tree(self._name, key or None, revision=self._commit, repo_type=self._kind))
+
         try:
-            entries = list(api.list_repo_tree(self._name, key or None, revision=self._commit, repo_type=self._kind))
+            entries = _repeated(self._repeated, listed, self._url)
         except EntryNotFoundError:
             return {}, []
         except HfHubHTTPError as error:
             raise _refused(error, self._url, self._commit) from None
         folders = [one.path.rpartition("/")[2] for one in entries if isinstance(one, RepoFolder)]
         return {one.path: _described(one) for one in entries if isinstance(one, RepoFile)}, folders
+
+
+def _repeated(repeated: Repetition, question: Callable[[], T], where: str) -> T:
+    """The answer of the hub's API, which is asked again if the line or the hub fails.
+
+    Raises `HfHubHTTPError` if it refuses, `StoreError` if it still fails, and `NotFoundError` if it must not be asked.
+    """
+
+    def once() -> T:
+        try:
+            return question()
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            if status == 429 or status >= 500:
+                raise Transient(
+                    f"the hub answers with status {status}",
+                    pause=retry_after(error.response.headers),
+                ) from None
+            raise
+        except OfflineModeIsEnabled:
+            raise _offline(where) from None
+        except _HTTP_ERROR as error:
+            raise Transient(f"the hub cannot be reached: {type(error).__name__}") from None
+
+    return repeated(once, where)
 
 
 def open_hub(kind: str, name: str, revision: str, key: str, anonymous: bool = False) -> StorePath:
@@ -153,24 +185,8 @@ def open_hub(kind: str, name: str, revision: str, key: str, anonymous: bool = Fa
     where = f"{_url(kind, name)}{'@' if revision else ''}{revision}"
     api, repeated = HfApi(token=False if anonymous else None), Repetition()
 
-    def retried(question: Any) -> Any:
-        def once() -> Any:
-            try:
-                return question()
-            except HfHubHTTPError as error:
-                status = error.response.status_code
-                if status == 429 or status >= 500:
-                    raise Transient(
-                        f"the hub answers with status {status}",
-                        pause=retry_after(error.response.headers),
-                    ) from None
-                raise
-            except OfflineModeIsEnabled:
-                raise _offline(where) from None
-            except _HTTP_ERROR as error:
-                raise Transient(f"the hub cannot be reached: {type(error).__name__}") from None
-
-        return repeated(once, where)
+    def retried(question: Callable[[], T]) -> T:
+        return _repeated(repeated, question, where)
 
     try:
         info = retried(lambda: api.repo_info(name, revision=revision or None, repo_type=kind, timeout=_TIMEOUT))
