@@ -13,7 +13,7 @@ from ckpt_formats.core.own_folder import check_own, read_own
 from ckpt_formats.core.place import Place
 from ckpt_formats.stores.bucket import Bucket
 from ckpt_formats.stores.bucket_place import BucketPlace
-from object_stores import BUCKET, StoreServer, reached, seaweedfs
+from object_stores import BUCKET, StoreServer, conflicting, reached, seaweedfs
 from place_contract import check_place
 
 
@@ -45,6 +45,18 @@ def test_bucket_of_another_server_keeps_the_contract_of_places(tmp_path: Path) -
     (tmp_path / "data").mkdir()
     with seaweedfs(tmp_path / "data") as server, reached(server):
         check_place(BucketPlace(Bucket(f"s3://{BUCKET}"), "place"), tmp_path)
+
+
+def test_bucket_asks_again_while_another_request_for_the_object_goes_on(user: StoreServer) -> None:
+    """S3 then answers 409: an earlier request, whose answer was lost, may yet put the object."""
+    with conflicting(user) as busy, reached(busy):
+        place = BucketPlace(Bucket(f"s3://{BUCKET}"), "conflicts")
+        version = place.replace("head.json", b"second", place.create("head.json", b"first"))
+        assert place.read("head.json") == (b"second", version)
+        with pytest.raises(FileExistsError):
+            place.create("head.json", b"third")
+        with pytest.raises(FileExistsError):
+            place.replace("head.json", b"third", version.other())
 
 
 def test_folder_that_was_replaced_takes_no_file_of_a_late_process(tmp_path: Path) -> None:

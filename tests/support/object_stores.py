@@ -231,6 +231,21 @@ def unconditional(server: StoreServer) -> Iterator[StoreServer]:
         yield careless
 
 
+@contextmanager
+def conflicting(server: StoreServer) -> Iterator[StoreServer]:
+    """A proxy that answers every other request on a condition as S3 does while another one for the object goes on."""
+    pending = [True]
+
+    def fault(request: str, headers: dict[str, str]) -> str | None:
+        if not (request.startswith("PUT ") and {"if-none-match", "if-match"} & set(map(str.lower, headers))):
+            return None
+        pending[0] = not pending[0]
+        return None if pending[0] else "conflict"
+
+    with _proxy(server, fault) as busy:
+        yield busy
+
+
 @dataclass
 class Killer:
     """Kills a process at one of its requests, or lets it wait there."""
@@ -358,6 +373,9 @@ def _proxy(server: StoreServer, fault: Callable[[str, dict[str, str]], str | Non
                 return
             if kind in ("500", "503"):
                 self._answer(int(kind), {}, b"")
+                return
+            if kind == "conflict":
+                self._answer(409, {}, b"<Error><Code>ConditionalRequestConflict</Code></Error>")
                 return
             # Signed for the proxy's address: it is passed on with the same Host.
             has_body = self.command in ("PUT", "POST")

@@ -199,10 +199,11 @@ class Bucket:
                         attributes={_ATTEMPT: attempt},
                     )
                 )
-            except (AlreadyExistsError, PreconditionError):
+            except (AlreadyExistsError, PreconditionError) as error:
                 own = self._of_attempt(key, attempt)
                 if own is not None:
                     return own
+                _check_decision(error)
                 raise FileExistsError(errno.EEXIST, "the object exists already", f"{self.url}/{key}") from None
 
         return self._attempt(key, create)
@@ -225,10 +226,11 @@ class Bucket:
         def replace() -> Version:
             try:
                 return _version(obstore.put(self._client, key, data, mode=version.as_mode(), **options))
-            except (AlreadyExistsError, PreconditionError, NotFoundError, FileNotFoundError):
+            except (AlreadyExistsError, PreconditionError, NotFoundError, FileNotFoundError) as error:
                 own = self._of_attempt(key, attempt)
                 if own is not None:
                     return own
+                _check_decision(error)
                 raise FileExistsError(errno.EEXIST, "another process replaced it", f"{self.url}/{key}") from None
 
         return self._attempt(key, replace)
@@ -483,6 +485,16 @@ class Bucket:
 def _check_absence(error: BaseException) -> None:
     """Raise an error unless it says that there is no such object: there may be no such bucket."""
     if not Refusal.of(error).is_absence:
+        raise error
+
+
+def _check_decision(error: BaseException) -> None:
+    """Raise an error unless it says that a condition does not hold.
+
+    A store may say instead that another request for the object goes on: perhaps an earlier one of this process, whose
+    answer was lost, and which may yet put it.
+    """
+    if Refusal.of(error).is_undecided:
         raise error
 
 

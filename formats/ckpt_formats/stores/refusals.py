@@ -19,7 +19,8 @@ _NO_ANSWER = re.compile(r"kind: (Connect|Timeout|Dns)|source: (TimedOut)")
 _METADATA = re.compile(r"169\.254\.|metadata\.google\.internal|fd00:ec2::|metadata/identity|computeMetadata", re.I)
 _THROTTLED_STATUSES, _PASSING_STATUSES = (429, 503), (408, 409, 500, 502, 503, 504, 429, 598, 599)
 _THROTTLED_CODES = ("SlowDown", "TooManyRequests", "ServerBusy", "rateLimitExceeded", "RequestLimitExceeded")
-_PASSING_CODES = ("RequestTimeout", "InternalError", "OperationAborted", "IncompleteBody", *_THROTTLED_CODES)
+_UNDECIDED_CODES = ("ConditionalRequestConflict", "OperationAborted")
+_PASSING_CODES = ("RequestTimeout", "InternalError", "IncompleteBody", *_UNDECIDED_CODES, *_THROTTLED_CODES)
 _REGION_HINT = "Set AWS_REGION to the region of the bucket, and AWS_ENDPOINT_URL if another server has it."
 _RIGHTS = "Check the credentials in the environment, and that they may list and read this bucket."
 _KEYS = "Check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: they are those of another account or server, or mistyped."
@@ -120,6 +121,11 @@ class Refusal:
     def may_pass(self) -> bool:
         """Whether the same request may succeed later."""
         return self.status is None or self.status in _PASSING_STATUSES or self.code in _PASSING_CODES
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the store does not say if a condition holds, as another request for the same object goes on."""
+        return self.code in _UNDECIDED_CODES
 
     @property
     def is_denied(self) -> bool:
