@@ -264,6 +264,20 @@ def test_log_refuses_random_states_that_lie(meta: dict[str, Any], small: Log, tm
     _refused(log.write(tmp_path / "run"), step=1)
 
 
+@pytest.mark.parametrize(
+    "meta", [{"changes": 5}, {"changes": [5]}, {"changes": [[[], 0]]}, {"values": 5}, {"extras": [[]]}], ids=str
+)
+def test_held_log_refuses_values_that_lie(meta: dict[str, Any], small: Log, tmp_path: Path) -> None:
+    log = small.copy()
+    log.ranks[0].insert(-1, Entry(Kind.VALUES, 1, meta))
+    held = HeldState(log.write(tmp_path / "run"), None)
+    assert held.find_start(8)
+    held.load(1)
+    held.advance(2, 1)
+    with pytest.raises(CorruptError):
+        held.checkpoint()
+
+
 def test_log_refuses_notes_whose_groups_are_no_list(small: Log, tmp_path: Path) -> None:
     log = small.copy()
     entry = next(one for one in log.ranks[0] if one.kind is Kind.NOTES)

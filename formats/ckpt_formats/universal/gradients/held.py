@@ -11,10 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ckpt_codecs.optimizers import WEIGHTS
+from ckpt_formats.containers.safetensors import is_natural
 from ckpt_formats.core.checkpoint import Checkpoint, Edit, Parameter
 from ckpt_formats.core.claims import check_paid
 from ckpt_formats.core.errors import CkptError, CorruptError
@@ -54,6 +56,9 @@ _RECORDS = 64
 """The number of records of a rank that are read at once."""
 _MAX_PENDING = 1 << 20
 """The maximum number of records of one step. A log with more is damaged."""
+
+_OF_VALUES: tuple[tuple[str, Any], ...] = (("changes", []), ("values", {}), ("extras", {}))
+"""The fields of a record of values, and what each is if it is left out."""
 
 Options = dict[int, tuple[Mapping[str, Value], ...]]
 """The options of all groups, by optimizer."""
@@ -276,19 +281,29 @@ def _without_old_buffers(records: list[LogRecord]) -> list[LogRecord]:
 
 
 def _without_old_values(records: list[LogRecord]) -> list[LogRecord]:
-    """Without the records of values that later records replace."""
+    """Without the records of values that later records replace. Damaged ones stay: `recorded_values` refuses them."""
     replaced, named = set[int](), set[str]()
     remaining = []
     for record in reversed(records):
-        if record.kind is Kind.VALUES:
-            changes = record.meta.get("changes", [])
-            names = {*record.meta.get("values", {}), *record.meta.get("extras", {})}
+        rows = _rows_of(record) if record.kind is Kind.VALUES else None
+        if rows is not None:
+            changes, names = rows
             if "tensors" not in record.meta and names <= named and all(row in replaced for row, _ in changes):
                 continue
             named |= names
             replaced |= {row for row, coding in changes if coding != DELTA}
         remaining.append(record)
     return remaining[::-1]
+
+
+def _rows_of(record: LogRecord) -> tuple[list[tuple[int, int]], set[str]] | None:
+    """The rows of a record of values with their coding, and the names of its values; None if it is damaged."""
+    changes, values, extras = (record.meta.get(key, empty) for key, empty in _OF_VALUES)
+    if not (isinstance(changes, list) and isinstance(values, dict) and isinstance(extras, dict)):
+        return None
+    if not all(isinstance(one, list) and len(one) == 2 and all(map(is_natural, one)) for one in changes):
+        return None
+    return [(row, coding) for row, coding in changes], {*values, *extras}
 
 
 @dataclass(frozen=True, eq=False)

@@ -322,7 +322,9 @@ def _changes(record: LogRecord, rows: list[RecordedRow], path: Path) -> Iterator
         return
     rows += new
     changes = record.meta.get("changes", [])
-    for change in changes if isinstance(changes, list) else ():
+    if not isinstance(changes, list):
+        raise _damaged(record, path)
+    for change in changes:
         valid = isinstance(change, list) and len(change) == 2 and all(map(is_natural, change))
         if not valid or change[0] >= len(rows) or change[1] > GONE:
             raise _damaged(record, path)
