@@ -72,7 +72,7 @@ def pytest_collection() -> Iterator[object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    collector.freeze_what_is_there()
+    collector.freeze_for_good()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
