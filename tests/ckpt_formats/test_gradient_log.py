@@ -342,6 +342,31 @@ def test_log_file_has_the_records_before_a_flipped_bit(small: Log, written: Path
             assert scan(path, head).records in (whole.records[:count], whole.records)
 
 
+def test_values_that_were_not_flushed_are_read_and_others_only_if_asked(small: Log, tmp_path: Path) -> None:
+    """The last record of a run that was killed says up to where the disk had the file: here, up to its fourth one."""
+    log = small.copy()
+    last, _ = log.ranks[1].pop(-2), log.ranks[1].pop()
+    written = log.write(tmp_path / "without")
+    path, head = written / rank_file(1), head_of(written, 1)
+    flushed = ends_of(scan(path, head))[3]
+    log.ranks[1].append(replace(last, meta={**last.meta, "flushed": flushed}))
+    path.write_bytes(log.content(1, log.ranks[1], (written / layouts.NAME).read_bytes()))
+    content, whole = path.read_bytes(), scan(path, head)
+    assert [one.flushed for one in whole.records[-2:]] == [0, flushed]
+    seen = list[tuple[bool, bool]]()
+    for number, record in enumerate(whole.records):
+        if record.count:  # its values begin behind its text and directory
+            at = record.begin + record.meta_nbytes + 16 * record.count
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            was_flushed = record.begin - 64 < flushed
+            found, asked = scan(path, head), scan(path, head, check_from=0)
+            assert asked.records == whole.records[:number]
+            assert found.records == (whole.records if was_flushed else asked.records)
+            assert (asked.damaged is not None) == was_flushed, "what was flushed is not torn by the end of a writer"
+            seen.append((was_flushed, record.begin - 64 == flushed))
+    assert {(True, False), (False, True), (False, False)} == {*seen}
+
+
 @pytest.mark.slow
 def test_log_file_has_no_other_values_when_a_bit_is_flipped(small: Log, written: Path) -> None:
     path, rng = written / rank_file(0), random.Random(2)

@@ -228,11 +228,12 @@ def test_copies_of_other_shapes_or_values_are_found() -> None:
         merge_copies("w", [LocalCopy({"model": rows}, {"step": 3}), LocalCopy({"model": rows}, {"step": 4})])
 
 
-def test_an_optimizer_of_another_model_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("numel", [64, 1 << 16])
+def test_an_optimizer_of_a_smaller_or_larger_model_is_an_error(tmp_path: Path, numel: int) -> None:
     run = write(tmp_path, whole(), optimizer={"optimizer": {"param_groups": [{"wd_mult": 1.0}, {"wd_mult": 0.0}]}})
-    flat = {"buckets_coalesced": True, 0: {(torch.float32, torch.float32): {"param": torch.zeros(64)}}}
+    flat = {"buckets_coalesced": True, 0: {(torch.float32, torch.float32): {"param": torch.zeros(numel)}}}
     torch.save(flat, run / "iter_0000005/mp_rank_00/distrib_optim.pt")
-    with pytest.raises(CorruptError, match="has 64 elements"):
+    with pytest.raises(CorruptError, match=f"has {numel:,} elements"):
         open_checkpoint(run)
 
 
