@@ -305,6 +305,23 @@ def test_retention_counts_steps_that_can_be_restored_in_all_epochs(tmp_path: Pat
     assert_step(run, 6)
 
 
+def test_retention_counts_no_record_after_the_head(tmp_path: Path) -> None:
+    """Readers list none, though a killed process has put all objects of the step, too."""
+    run = tmp_path / "policy.chain"
+    for step in (1, 2, 3):
+        publish(run, [step])  # a base
+    head = (run / HEAD).read_bytes()
+    publish(run, [9])
+    record = (run / StepName(1, 9).key).read_bytes()
+    (run / StepName(1, 9).key).unlink()
+    (run / HEAD).write_bytes(head)
+    with open_publication(run, model()) as publication:
+        (run / StepName(1, 9).key).write_bytes(record)
+        remove_unneeded(publication, "last:2", grace=0.0)
+    names = {path.stem for path in (run / "published" / "steps").iterdir()}
+    assert names == {str(StepName(1, step)) for step in (2, 3, 9)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("grace", [0.0, 600.0])
 def test_retention_follows_the_parents_of_steps_past_a_base_that_was_never_published(

@@ -49,7 +49,8 @@ def remove_unneeded(publication: Publication, keep: KeepSteps, grace: float = GR
     stems = {key: key.rpartition("/")[2].removesuffix(".json") for key in entries}
     steps = {name: key for key in entries if key.startswith("steps/") and (name := parse_name(stems[key]))}
     names = sorted(steps)
-    superseded = [name for name in names if steps[name] in old]
+    head = publication.head
+    superseded = [name for name in names if steps[name] in old and head is not None and name <= head.record.name]
     if not superseded:
         return 0
     number = int(keep.partition(":")[2])
@@ -102,9 +103,9 @@ def _first_needed(
 ) -> StepName | None:
     """The first base that the later steps need, and the last `number` of the superseded ones.
 
-    None if none of these can be restored. Steps are counted as readers list them: of several epochs with the same step,
-    the last one. One that cannot be restored counts for nothing, such as a record that a killed process has left after
-    steps that are gone.
+    None if none of these can be restored. `superseded`: none after the head. Steps are counted as readers list them: of
+    several epochs with the same step, the last one. One that cannot be restored counts for nothing, such as a record
+    that a killed process has left after steps that are gone.
     """
     bases: dict[StepName, StepName | None] = {}
     counted: dict[int, StepName] = {}
