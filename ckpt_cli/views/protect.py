@@ -117,7 +117,7 @@ def _show(done: "Repair") -> None:
 def _note_rest(done: "Repair") -> None:
     """Note what has grown, where parity lies that was not read, and the option that names it."""
     if done.grown:
-        names = list_names(list(done.grown), lambda one: printable(_name(done.path, Path(one))))
+        names = list_names(list(done.grown), lambda one: printable(one.removeprefix(f"{done.path}/")))
         notes.note(
             f"of logs and published chains that have grown since they were protected, later steps have no parity, and "
             f"these files stay as they are: {names}; "

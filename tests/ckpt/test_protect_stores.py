@@ -14,13 +14,15 @@ from ckpt.pipeline import Resources
 from ckpt.protection import members
 from ckpt_formats.core.checkpoint import Checkpoint, Origin
 from ckpt_formats.parity.blocks import find_parity
-from ckpt_formats.stores.location import source_path
+from ckpt_formats.stores.location import source_path, target_path
+from ckpt_formats.universal.published.records import HEAD
 from damage import BROKEN, SAMPLES
 from damage import ckpt as command
 from forking import forking
 from held import checkpoint, parameter
 from object_stores import BUCKET, StoreServer, killing, start
 from protect_campaign import contents_of, fill
+from published_ranks import publish
 
 TWO = Resources(workers=2)
 PLACE = f"s3://{BUCKET}/run"
@@ -218,6 +220,17 @@ def test_states_of_a_chain_in_a_bucket_share_parity_in_groups(
     names = {name.partition("/")[0] for name in find_parity(source_path(CHAIN)).manifest.lengths}
     assert names == {"step-0000000003", "step-0000000004"}
     assert command("verify", CHAIN).code == 0
+
+
+@pytest.mark.slow
+def test_repair_names_the_head_in_a_bucket_in_which_a_step_was_published_since(user: StoreServer) -> None:
+    publish(target_path(PLACE), [1])
+    ckpt.protect(PLACE, 1, resources=TWO)
+    publish(target_path(PLACE), [1, 2])
+    later = objects_below(user, "run")
+    done = command("repair", PLACE)
+    assert (done.code, f"as they are: {HEAD};" in done.err) == (0, True), done.err
+    assert objects_below(user, "run") == later
 
 
 @pytest.mark.slow
