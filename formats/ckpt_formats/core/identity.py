@@ -6,7 +6,6 @@ states. So the identity of each file is recorded when it is first opened, and
 compared when it is opened again and before a result is used.
 """
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -108,6 +107,8 @@ def joined(*identities: Identities) -> dict[Path, Identity]:
     for path, one in (item for some in identities for item in some.items()):
         before = files.setdefault(path, one)
         if before.records != one.records:
+            import hashlib  # every command imports this module, and few jobs read two states of one log
+
             texts = (f"{of.nbytes} {of.mtime_ns}" if of.records is None else str(of.records) for of in (before, one))
             digest = hashlib.blake2b("; ".join(texts).encode(), digest_size=8).digest()
             one = replace(one, records=int.from_bytes(digest, "little"))
