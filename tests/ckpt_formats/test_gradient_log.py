@@ -359,10 +359,10 @@ def test_values_that_were_not_flushed_are_read_and_others_only_if_asked(small: L
             at = record.begin + record.meta_nbytes + 16 * record.count
             path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
             was_flushed = record.begin - 64 < flushed
-            found, asked = scan(path, head), scan(path, head, check_from=0)
-            assert asked.records == whole.records[:number]
-            assert found.records == (whole.records if was_flushed else asked.records)
-            assert (asked.damaged is not None) == was_flushed, "what was flushed is not torn by the end of a writer"
+            found, checked = scan(path, head), scan(path, head, check_from=0)
+            assert checked.records == whole.records[:number]
+            assert found.records == (whole.records if was_flushed else checked.records)
+            assert (checked.damaged is not None) == was_flushed, "what was flushed is not torn by the end of a writer"
             seen.append((was_flushed, record.begin - 64 == flushed))
     assert {(True, False), (False, True), (False, False)} == {*seen}
 

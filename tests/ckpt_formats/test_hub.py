@@ -189,7 +189,7 @@ def test_another_range_than_was_requested_is_refused(user: Hub, monkeypatch: pyt
         path.store.get(path.key, 0, 64)  # type: ignore[attr-defined]
 
 
-def test_what_lies_beside_a_folder_cannot_be_read_of_a_hub_that_is_gone(
+def test_files_beside_a_folder_cannot_be_read_of_a_hub_that_is_gone(
     user: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CKPT_STORE_RETRY", "0.1")
