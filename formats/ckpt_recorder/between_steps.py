@@ -90,8 +90,9 @@ class BetweenSteps:
         for one in (one for one in earlier if isinstance(one, WatchedTensor)):
             content = {one.name: as_saved(self._run, one.name, tensors[one])}
             self._record(RankRecording.record_tensors, step=last, role=one.role, tensors=content)
-        if earlier:
-            first, names = min(earlier.values()), [one.name for one in earlier]
+        doubtful = {one: moment for one, moment in earlier.items() if moment < last}  # not where a segment begins
+        if doubtful:
+            first, names = min(doubtful.values()), [one.name for one in doubtful]
             self._record(RankRecording.record_doubt, first, last - 1, names)
             _LOG.warning(
                 "steps %d to %d are in doubt: %s was changed in a way that torch does not count (NumPy, `tensor.data`)",

@@ -86,8 +86,8 @@ class RecordedRun:
         self._random = RandomStates()
         self._noted: tuple[int, dict[str, Any]] = (-1, {})
         """The last step with notes, and its notes."""
-        self._buffers: dict[str, torch.Tensor] | None = None
-        """The buffers with which the next base begins; None: those of the model."""
+        self._buffers: tuple[int, dict[str, torch.Tensor]] | None = None
+        """The last step after which a base was due, and the buffers that the run had then."""
         self._last_retry = -1
         self.tracked = self._tracked()
         self.calls = StepCalls(len(self.tracked.optimizers), self.tracked.calls_per_step)
@@ -204,7 +204,8 @@ class RecordedRun:
             self._continue_bases(self.bases)
         elif self.intervals.base_due(done):
             # The base is stored before the next step, after its forward pass, which changes buffers.
-            self._buffers = {name: tensor.clone() for name, tensor in persistent_buffers(self.tracked)}
+            buffers = {name: tensor.clone() for name, tensor in persistent_buffers(self.tracked)}
+            self._buffers = self.step, buffers
         self._retry(done)
 
     def record_random_states(self, step: int) -> None:
@@ -265,6 +266,8 @@ class RecordedRun:
     def _begin(self, *, replaces: bool = False) -> None:
         """Start a segment with the current state of the run. All ranks must do so together."""
         run = self.tracked
+        if self._buffers is not None and (replaces or self._buffers[0] != self.step):
+            self._buffers = None
         self.proof = SegmentProof(self.step)
         for call in self.calls.of:
             call.flags = None
@@ -296,6 +299,10 @@ class RecordedRun:
         except CkptError as error:
             self.log.end(str(error))
             raise
+        if self._buffers is not None:  # the next step has changed them since
+            self._buffers = None
+            buffers = dict(persistent_buffers(self.tracked))
+            self.log.record(RankRecording.record_tensors, self.step + 1, "buffer", buffers)
         self.refresh_watch()
 
     def _on_rank_0(self, work: Callable[[], Any]) -> Any:
@@ -343,7 +350,7 @@ class RecordedRun:
                 recording.record_random_states(self.step, self._random.return_to(self.step))
             recording.record_notes(self.step, self._noted[1] if self._noted[0] == self.step else {})
             recording.record_options(self.step)
-            buffers = dict(persistent_buffers(self.tracked)) if self._buffers is None else self._buffers
+            buffers = dict(persistent_buffers(self.tracked)) if self._buffers is None else self._buffers[1]
             recording.record_tensors(self.step, "buffer", buffers)
             self.between.record_extra_states(self.step)
             updated = [n for n in range(len(self.tracked.tensors)) if not recording.is_replayed(n)]
@@ -411,9 +418,6 @@ class RecordedRun:
         begin = time.monotonic()
         self._record_fingerprint()
         self.begin_again()
-        self._buffers = None
-        buffers = dict(persistent_buffers(self.tracked))
-        self.log.record(RankRecording.record_tensors, self.step + 1, "buffer", buffers)
         self.intervals.base_took(time.monotonic() - begin)
 
     def _continue_bases(self, bases: BaseSchedule) -> None:

@@ -47,6 +47,7 @@ def test_bucket_of_another_server_keeps_the_contract_of_places(tmp_path: Path) -
         check_place(BucketPlace(Bucket(f"s3://{BUCKET}"), "place"), tmp_path)
 
 
+@pytest.mark.slow
 def test_bucket_asks_again_while_another_request_for_the_object_goes_on(user: StoreServer) -> None:
     """S3 then answers 409: an earlier request, whose answer was lost, may yet put the object."""
     with conflicting(user) as busy, reached(busy):

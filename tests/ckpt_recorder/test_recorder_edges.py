@@ -62,6 +62,32 @@ def test_a_relative_chain_stays_where_it_began_after_chdir(tmp_path: Path, monke
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", ["group", "option"])
+def test_a_segment_that_begins_as_a_base_is_due_has_the_buffers_of_each_step(
+    cause: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The base was due after step 3; the forward pass of step 4 changes buffers before the segment begins."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    optimizer = torch.optim.AdamW(model[:2].parameters(), 0.1)
+    truths = [model[1].running_mean.clone().numpy()]
+    with Recorder(model, optimizer, tmp_path / "run.chain", random_states=False, bases=Bases(every=3)):
+        for step in range(1, 6):
+            model(torch.randn(8, 2)).sum().backward()
+            if step == 4 and cause == "group":
+                optimizer.add_param_group({"params": list(model[2].parameters())})
+            elif step == 4:
+                optimizer.param_groups[0]["foreach"] = True
+            optimizer.step()
+            truths.append(model[1].running_mean.clone().numpy())
+    chain = chain_file.read(tmp_path / "run.chain")
+    for step, truth in enumerate(truths):
+        parameters = states.open_state(tmp_path / "run.chain", chain, step).parameters
+        assert np.array_equal(read(parameters["1.running_mean"].weight), truth), step
+    assert "in doubt" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "start"),
     [
