@@ -131,6 +131,12 @@ def test_a_restored_step_is_what_the_engine_saved(kind: str, chain: str, at: str
     assert differences(open_checkpoint(tmp_path / "state"), open_checkpoint(run / at)) == {}
 
 
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.scaler or kind.dtype == "fp16"])
+def test_steps_are_skipped_while_fp16_is_recorded(kind: str, runs: Path) -> None:
+    """Else the states above would say nothing of them."""
+    assert log_of(runs / kind)["skipped"] > 0
+
+
 @pytest.mark.parametrize("kind", ["megatron_2x2", "megatron_experts"])
 def test_a_step_of_megatron_is_restored_for_other_degrees(kind: str, runs: Path, tmp_path: Path) -> None:
     written = ("--to", "megatron-legacy", "--tp", 1, "--pp", 1, "--ep", 1)

@@ -34,8 +34,9 @@ from recording_jobs.run import Run, start
 
 def train(kind: Kind, out: Path) -> None:
     """Train, record and save; called in every rank."""
-    run = start(replace(kind, loss_scale=(19, 3)))  # a few steps overflow, and none after the middle
+    run = start(replace(kind, loss_scale=(19, 3)))  # fp16 overflows before the recording, and again after the middle
     losses = run.train(WARM_UP)
+    before = skipped_of(run)
     run.save(out / "base")
     distributed.barrier()
     if kind.engine in ("fsdp1", "fsdp2"):
@@ -58,10 +59,16 @@ def train(kind: Kind, out: Path) -> None:
                 recorder.note(**run.notes())
         assert all(recorder.broken is None for recorder in recorders)
         steps, exactness = recorders[0].step, recorders[0].exactness
+        skipped = kind.end - steps + skipped_of(run) - before
     run.save(out / "end")
     if distributed.get_rank() == 0:
-        log = {"losses": losses, "middle": middle, "end": steps, "exactness": exactness}
+        log = {"losses": losses, "middle": middle, "end": steps, "skipped": skipped, "exactness": exactness}
         (out / "log.json").write_text(json.dumps(log, indent=1))
+
+
+def skipped_of(run: Run) -> int:
+    """How many of the steps that the recorder counts were skipped: those of DeepSpeed, which counts them, too."""
+    return int(getattr(run.model, "skipped_steps", 0))
 
 
 def main() -> int:
