@@ -484,23 +484,52 @@ def test_a_delta_that_is_its_own_ancestor(whole: Path, tmp_path: Path) -> None:
     assert "its own ancestor" in done.err
 
 
-HOSTILE_LISTS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "no members": lambda s: s.update(members=[]),
-    "a first member that is a delta": lambda s: s["members"].pop(0),
-    "a step back": lambda s: s["members"].reverse(),
-    "a member left out": lambda s: s["members"].pop(1),
-    "a folder outside": lambda s: s["members"][1].update(folder="../step-0000000002"),
-    "a folder twice": lambda s: s["members"][1].update(folder=s["members"][0]["folder"]),
-    "a step that is a text": lambda s: s["members"][1].update(step="2"),
-    "a kind that nobody knows": lambda s: s["members"][1].update(kind="other"),
-    "another content": lambda s: s["members"][3].update(content="blake2b-256:" + 64 * "0"),
-    "a version from the future": lambda s: s.update(version=3),
-    "another format": lambda s: s.update(format="ckpt-universal"),
-    "a tip outside": lambda s: s.update(
-        tip={"folder": "../tip-0000000004", "content": s["members"][-1]["content"], "stored_nbytes": 1}
+def segments(*spans: tuple[int, int | None], **fields: object) -> Callable[[dict[str, Any]], object]:
+    """Segments of a log in the list, by their first and last steps; `fields` are of the last one."""
+    rows: list[dict[str, Any]] = [
+        {"folder": f"gradients-{first:010d}", "run": "r", "first": first, "step": step, "parent": None, "time": "now"}
+        for first, step in spans
+    ]
+    rows[-1].update(fields)
+    return lambda s: s.update(segments=rows)
+
+
+HOSTILE_LISTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no members": (lambda s: s.update(members=[]), "members: there are none"),
+    "a first member that is a delta": (lambda s: s["members"].pop(0), "members: the first is not a base"),
+    "a step back": (lambda s: s["members"][2].update(step=1), "members: step 1 after step 2"),
+    "a step twice": (lambda s: s["members"][2].update(step=2), "members: step 2 after step 2"),
+    "a member left out": (lambda s: s["members"].pop(1), "members: the parent of step-0000000003 is not"),
+    "a folder outside": (lambda s: s["members"][1].update(folder="../step-0000000002"), "folder '../step"),
+    "a folder further down": (lambda s: s["members"][1].update(folder="step-0000000002/../.."), "folder 'step"),
+    "a folder twice": (lambda s: s["members"][1].update(folder=s["members"][0]["folder"]), "members: a folder twice"),
+    "a step that is a text": (lambda s: s["members"][1].update(step="2"), "step is not a whole number"),
+    "a kind that nobody knows": (lambda s: s["members"][1].update(kind="other"), "kind 'other'"),
+    "another content": (
+        lambda s: s["members"][1].update(content="blake2b-256:" + 64 * "0"),
+        "members: the parent of step-0000000003 is not",
     ),
-    "a source that is no path": lambda s: s.update(
-        appended_from={"path": "a\0b", "content": s["members"][-1]["content"]}
+    "a version from the future": (lambda s: s.update(version=99), "chain version 99"),
+    "a family that is none": (lambda s: s.update(version=3), "not a family of models"),
+    "another format": (lambda s: s.update(format="ckpt-universal"), "not valid: format"),
+    "a tip outside": (
+        lambda s: s.update(
+            tip={"folder": "../tip-0000000004", "content": s["members"][-1]["content"], "stored_nbytes": 1}
+        ),
+        "tip: folder '../tip",
+    ),
+    "a source that is no path": (
+        lambda s: s.update(appended_from={"path": "a\0b", "content": s["members"][-1]["content"]}),
+        "appended_from: path",
+    ),
+    "segments that overlap": (segments((0, 5), (4, 8)), "segments: gradients-0000000004 begins before"),
+    "a segment after one that grows": (segments((0, None), (4, 8)), "segments: gradients-0000000004 begins before"),
+    "a segment that ends before it begins": (segments((4, 3)), "segments: gradients-0000000004 ends too early"),
+    "a segment twice": (segments((0, 0), (0, 5)), "segments: a folder twice"),
+    "a segment outside": (segments((0, 5), folder="../gradients-0000000000"), "folder '../gradients"),
+    "a segment of another state": (
+        segments((2, 5), parent="blake2b-256:" + 64 * "0"),
+        "segments: gradients-0000000002 does not begin at a member",
     ),
 }
 
@@ -508,8 +537,10 @@ HOSTILE_LISTS: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("name", HOSTILE_LISTS)
 def test_a_hostile_list_is_refused(name: str, whole: Path, tmp_path: Path) -> None:
     run = shutil.copytree(whole / "run", tmp_path / "run")
-    edited(run / chain_file.NAME, HOSTILE_LISTS[name])
+    change, words = HOSTILE_LISTS[name]
+    edited(run / chain_file.NAME, change)
     done = ckpt("restore", run, tmp_path / "out")
-    assert done.code in (20, 22), done.err
+    assert done.code == (22 if words.startswith("chain version") else 20), done.err
+    assert words in done.err
     assert "Traceback" not in done.err
     assert not (tmp_path / "out").exists()
