@@ -51,6 +51,23 @@ def test_small_reads_of_a_header_share_requests() -> None:
     assert sum(nbytes for _, _, nbytes in requests.ranges) <= 2 * 64 * 4096
 
 
+def test_blocks_are_requested_again_after_an_outage() -> None:
+    """Also those that were requested ahead of the read that failed: each would fail once more, when it is read."""
+    is_gone = [False]
+    requests = Requests(lambda number: is_gone[0])
+    ahead = ReadAhead(requests)
+    for offset in range(0, 2 * MiB, BLOCK):
+        read(ahead, "a", 8 * MiB, offset, BLOCK)
+    is_gone[0] = True
+    with pytest.raises(OSError, match="the store is gone"):
+        read(ahead, "a", 8 * MiB, 2 * MiB, 6 * MiB)
+    ahead._pool.shutdown()  # all have failed that were on their way
+    del ahead._pool
+    is_gone[0] = False
+    for offset in range(2 * MiB, 8 * MiB, BLOCK):
+        assert read(ahead, "a", 8 * MiB, offset, BLOCK) == content("a", offset, BLOCK)
+
+
 def test_a_small_object_is_one_request() -> None:
     requests = Requests()
     ahead = ReadAhead(requests)

@@ -102,7 +102,7 @@ class ReadAhead:
         size = _block_size(length)
         with self._lock:
             blocks = range(offset // size, (offset + nbytes - 1) // size + 1)
-            return all((key, number) in self._runs for number in blocks)
+            return all(self._is_requested(key, number) for number in blocks)
 
     def _copy(self, key: str, number: int, run: _Run, size: int, begin: int, end: int, view: memoryview) -> None:
         """Copy what a block of `size` bytes has of a range."""
@@ -110,7 +110,8 @@ class ReadAhead:
             data = run.data.result()
         except BaseException:
             with self._lock:
-                if self._runs.pop((key, number), None) is not None:  # the next read requests it again
+                if self._runs.get((key, number)) is run:  # the next read requests it again
+                    del self._runs[key, number]
                     self._cached_nbytes -= run.share
             raise
         start, stop = max(begin, number * size), min(end, (number + 1) * size)
@@ -160,17 +161,26 @@ class ReadAhead:
         """Request those of the blocks that are not there, neighbours together."""
         number, size = first, _block_size(length)
         while number < stop:
-            if (key, number) in self._runs:
+            if self._is_requested(key, number):
                 number += 1
                 continue
             end = number + 1
-            while end < stop and end - number < _MAX_RUN // size and (key, end) not in self._runs:
+            while end < min(stop, number + _MAX_RUN // size) and not self._is_requested(key, end):
                 end += 1
             nbytes = min(end * size, length) - number * size
             run = _Run(number, self._pool.submit(self._get, key, number * size, nbytes), -(-nbytes // (end - number)))
             self._runs |= {(key, block): run for block in range(number, end)}
             self._cached_nbytes += run.share * (end - number)
             number = end
+
+    def _is_requested(self, key: str, number: int) -> bool:
+        """Whether a block is here, or on its way. One whose request has failed is not: now it may be there."""
+        run = self._runs.get((key, number))
+        if run is None or not run.data.done() or run.data.exception() is None:
+            return run is not None
+        del self._runs[key, number]
+        self._cached_nbytes -= run.share
+        return False
 
 
 def _block_size(length: int) -> int:
