@@ -301,6 +301,15 @@ def test_a_note_takes_the_place_of_an_extra_with_its_tensors(small: Log, written
     assert [name for name in others if name in state.parameters] == ["both"]
 
 
+@pytest.mark.parametrize("count", [[1], None, {}, "x", True], ids=str)
+def test_base_whose_count_of_steps_is_no_number_is_refused(count: Any, written: Path) -> None:
+    segment = open_segment(written)
+    base = checkpoint_at(segment, 0, None)
+    base.parameters["w"].values["step"] = count
+    with pytest.raises(CorruptError, match="`w` has a count of steps that is no number"):
+        checkpoint_at(segment, 2, Base(0, base))
+
+
 @pytest.mark.parametrize("zeros", [1, 500, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 63, 64))])
 def test_cut_at_every_byte_a_file_has_the_records_before(zeros: int, written: Path) -> None:
     path = written / rank_file(1)

@@ -185,7 +185,7 @@ def _stepped_parameter(
     order += (name for name in stepped if name not in states and name not in unused)
     logged = replay.segment.layout.optimizers[optimizer]
     counts_steps = len(names) > 1 and not counted and _counts_steps(logged, states)
-    values = _values(before, count, counts_steps)
+    values = _values(before, count, counts_steps, replay.segment.folder)
     return Parameter(tensor.name, "parameter", {name: stepped[name] for name in order}, values)
 
 
@@ -237,10 +237,13 @@ def _counts_steps(optimizer: LoggedOptimizer, states: Mapping[str, Tensor]) -> b
     return not has_states and optimizer.type.rpartition(".")[2] not in _WITHOUT_COUNT
 
 
-def _values(before: Parameter | None, count: int, counts_steps: bool) -> dict[str, Value]:
+def _values(before: Parameter | None, count: int, counts_steps: bool, where: Path) -> dict[str, Value]:
     values = {} if before is None else dict(before.values)
-    if _COUNT in values:
-        values[_COUNT] = type(values[_COUNT])(count)
+    if before is not None and _COUNT in values:
+        known = values[_COUNT]
+        if not isinstance(known, (int, float)) or isinstance(known, bool):
+            raise CorruptError(f"`{printable(before.name)}` has a count of steps that is no number", where=where)
+        values[_COUNT] = type(known)(count)
     elif counts_steps:
         values[_COUNT] = float(count)
     return values
