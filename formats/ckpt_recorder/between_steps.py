@@ -67,6 +67,11 @@ class BetweenSteps:
         """Has the model the modules, parameters and buffers with which the segment began?"""
         return self._watched.is_complete
 
+    def run_ends(self) -> None:
+        """No step follows. If a note was taken after the last passes, they belong to the last step."""
+        if self._noted_in_iteration:
+            self.step_done()
+
     def step_done(self) -> None:
         """A step is complete."""
         self.in_iteration = self._noted_in_iteration = self.has_seen_pass = False
@@ -118,12 +123,16 @@ class BetweenSteps:
         Returns False if the log cannot go on from it, because the optimizer has other states now.
         """
         is_noted, is_unseen = moment == "note", moment == "step" and not self.has_seen_pass
-        self.record_extra_states(last + (self.in_iteration or is_unseen))
+        self._noted_in_iteration |= is_noted and self.in_iteration
         tensors = self._watched.now()
         changed, removed = self._watch.changed(tensors), self._watch.removed(tensors)
+        if is_noted and self.in_iteration:
+            # If no step follows these passes, a gradient scaler has skipped it, and they belong to the last step.
+            changed = [one for one in changed if not (isinstance(one, WatchedTensor) and one.role == "buffer")]
+        else:
+            self.record_extra_states(last + (self.in_iteration or is_unseen))
         is_next = self.in_iteration or (moment == "step" and self.has_seen_pass)
         place: Place = "before" if is_next and not is_noted else "after"
-        self._noted_in_iteration |= is_noted and self.in_iteration
         if not changed and not removed:
             return self.is_known
         sets: dict[tuple[Place, str], list[int]] = {}

@@ -19,13 +19,18 @@ class LightningCallback(installed_class("lightning.pytorch:Callback", "pytorch_l
         super().__init__()
         self._chain, self._options = Path(chain).absolute(), options
         self.recorder: Recorder | None = None
+        self._noted: int | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         options = {"step": trainer.global_step, **self._options}
         self.recorder = Recorder(pl_module, list(trainer.optimizers), self._chain, **options)
+        self._noted = options["step"]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.recorder is not None and trainer.lr_scheduler_configs:
+        if self.recorder is None or self.recorder.step == self._noted:
+            return  # no step: a micro-batch
+        self._noted = self.recorder.step
+        if trainer.lr_scheduler_configs:
             self.recorder.note(schedulers=[one.scheduler.state_dict() for one in trainer.lr_scheduler_configs])
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

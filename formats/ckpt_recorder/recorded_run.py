@@ -217,6 +217,7 @@ class RecordedRun:
     def close(self) -> None:
         """Record the last state, wait for its proof, and end the log."""
         if self.calls.are_complete:
+            self.between.run_ends()
             if self.observe("note"):
                 self._record_fingerprint()
                 if self.proof.has_process:

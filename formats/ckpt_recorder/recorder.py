@@ -21,7 +21,6 @@ from ckpt_recorder.intervals import RecorderIntervals
 from ckpt_recorder.options import RecorderOptions, RecorderWarning
 from ckpt_recorder.probe import class_name
 from ckpt_recorder.recorded_run import RecordedRun
-from ckpt_recorder.recording import RankRecording
 from ckpt_recorder.step_calls import StepCalls
 from ckpt_recorder.step_recorder import StepRecorder
 from ckpt_recorder.watched_tensors import is_swapped
@@ -219,10 +218,8 @@ class Recorder:
             before, counted = run.step, run.tracked.counted
             total = counted() if counted is not None else 0
             result = method(*arguments, **named)
-            if run.step == before and counted is not None and counted() != total:
-                run.step += 1  # overflow of fp16: the engine counts the step, but its optimizer did nothing
-                run.log.record(RankRecording.record_nothing, run.step)
-                run.observe("forward")
+            if run.step == before and (counted is None or counted() != total):  # fp16: gradients overflowed
+                self._steps.engine_skipped(is_counted=counted is not None)
             if run.step != before or counted is None:  # a step that is skipped, and not counted, is noted, too
                 self.note(**run.tracked.notes())
             return result

@@ -61,10 +61,37 @@ class StepRecorder:
         run.calls.of[number].frame = None
         if run.calls.of[number].is_skipped:
             run.calls.of[number].is_skipped = False
+            if run.tracked.counted is not None:
+                return  # it is recorded after the step of the engine
         else:
             self._finish(number)
         if run.calls.are_complete:
             run.end_step()
+
+    def engine_skipped(self, *, is_counted: bool) -> None:
+        """Record a step in which the engine called no optimizer, because gradients were not finite.
+
+        `is_counted`: the engine counts it, so that it is a step of the log, in which its optimizer did nothing.
+        """
+        run = self._run
+        if not run.calls.are_complete:
+            return
+        if not is_counted:
+            self._skip(0)
+            return
+        self._record_changes()
+        # As of every step: what else it changed comes first, so that the log has that if it has the step.
+        run.record_random_states(run.step + 1)
+        run.log.record(RankRecording.record_nothing, run.step + 1)
+        self._on_step()
+        run.count_step()
+        run.end_step()
+
+    def _skip(self, number: int) -> None:
+        """Record that an optimizer skips a step: what its iteration changed belongs to the last step."""
+        self._run.between.step_done()
+        self._run.observe("forward")
+        self._run.log.record(RankRecording.record_skipped, self._run.step, number)
 
     def cancel_interrupted(self) -> None:
         """Forget the calls that errors have interrupted."""
@@ -92,9 +119,8 @@ class StepRecorder:
         found_inf = getattr(optimizer, "found_inf", None)
         state.is_skipped = found_inf is not None and bool(found_inf.item())
         if state.is_skipped:
-            run.between.step_done()  # what the skipped iteration changed belongs to the last step
-            run.observe("forward")
-            run.log.record(RankRecording.record_skipped, run.step, number)
+            if run.tracked.counted is None:
+                self._skip(number)
             return
         if run.calls.are_complete:
             self._begin_step(number)
@@ -111,6 +137,18 @@ class StepRecorder:
         if not run.calls.has_two_parts:
             self._count_call()
 
+    def _record_changes(self, *, begins_again: bool = False) -> None:
+        """Before a step: record what changed since the last one, and what is due.
+
+        `begins_again`: a new segment begins with the step.
+        """
+        run = self._run
+        if not run.observe("step") or begins_again:
+            run.begin_again(tracks_again=True)
+        elif not run.between.is_ahead:
+            run.record_due()
+        run.between.is_ahead = False
+
     def _begin_step(self, number: int) -> None:
         """Before the first call of a step: record what changed since the last one, and what is due."""
         run = self._run
@@ -121,13 +159,9 @@ class StepRecorder:
         has_new_flags = run.calls.of[number].flags not in (None, flags)
         is_replayed = run.methods[number].method != UPDATE
         must_update = is_replayed and (flushes_denormals() or not has_plain_gradients(optimizer, threads is not None))
-        if not run.observe("step") or must_update or has_new_flags:
-            if must_update:
-                run.methods[number] = as_updates(optimizer)
-            run.begin_again(tracks_again=True)
-        elif not run.between.is_ahead:
-            run.record_due()
-        run.between.is_ahead = False
+        if must_update:
+            run.methods[number] = as_updates(optimizer)
+        self._record_changes(begins_again=must_update or has_new_flags)
         state = run.calls.of[number]
         state.count += 1
         hooks = list(optimizer._optimizer_step_pre_hooks.values())

@@ -25,6 +25,7 @@ from ckpt_formats.universal.gradients.segment import open_segment
 from ckpt_recorder import Bases, Recorder, RecorderWarning
 from ckpt_recorder.record_file import RecordFile
 from ckpt_training import installed_classes, ranks
+from ckpt_training.random_states import restore_random_states
 from ckpt_training.shares import equal_shares
 from ckpt_training.writing.ring import Ring
 
@@ -291,3 +292,27 @@ def test_ranks_share_tensors_but_never_split_those_that_are_stepped_as_wholes(si
         assert sum(stop - start for start, stop in ranges) == piece[3]
         assert all(stop == start for (_, stop), (start, _) in pairwise(ranges))
         assert piece not in whole or ranges in ([], [(0, piece[3])])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_micro_batches_of_lightning_change_no_step(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    from ckpt_recorder import LightningCallback
+    from lightning_run import fit
+
+    truths: dict[int, tuple[bytes, bytes]] = {}
+
+    class Truth(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *others: Any) -> None:
+            means, state = pl_module.layers[1].running_mean, torch.get_rng_state()
+            truths.setdefault(trainer.global_step, (means.numpy().tobytes(), state.numpy().tobytes()))
+
+    chain = tmp_path / "run.chain"
+    fit([LightningCallback(chain), Truth()], 2, accumulate_grad_batches=2)
+    assert [*truths] == [0, 1, 2, 3, 4]
+    for step in (1, 2, 3, 4):
+        state = states.open_state(chain, chain_file.read(chain), step)
+        means = read(state.parameters["layers.1.running_mean"].states["model"]).tobytes()
+        restore_random_states(state.extras["random_states"]["rank-00000"])  # type: ignore[index]
+        assert (means, torch.get_rng_state().numpy().tobytes()) == truths[step]

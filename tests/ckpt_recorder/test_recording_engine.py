@@ -137,6 +137,15 @@ def test_steps_are_skipped_while_fp16_is_recorded(kind: str, runs: Path) -> None
     assert log_of(runs / kind)["skipped"] > 0
 
 
+def test_a_step_that_deepspeed_skips_is_a_step_without_gradients(runs: Path) -> None:
+    """The buffers of its passes come before it, so that a log that ends with this step has them."""
+    run = runs / "zero1_fp16" / "bare.chain"
+    (logged,) = chain_file.read(run).segments
+    of_step = [one for one in states.open_steps(run, logged).logs[0].records if one.step == MIDDLE]
+    assert [one.kind for one in of_step[:2]] == [Kind.VALUES, Kind.GRADIENTS]
+    assert of_step[1].meta["vectors"] == []
+
+
 @pytest.mark.parametrize("kind", ["megatron_2x2", "megatron_experts"])
 def test_a_step_of_megatron_is_restored_for_other_degrees(kind: str, runs: Path, tmp_path: Path) -> None:
     written = ("--to", "megatron-legacy", "--tp", 1, "--pp", 1, "--ep", 1)

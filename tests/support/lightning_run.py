@@ -25,14 +25,14 @@ class Model(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
 
 
-def fit(saver: Any, epochs: int, seed: int = 0) -> tuple[Model, Any]:
-    """Train for so many epochs of three steps."""
+def fit(callbacks: Any, epochs: int, seed: int = 0, **options: Any) -> tuple[Model, Any]:
+    """Train for so many epochs of three steps. `options`: of Lightning's Trainer."""
     lightning.seed_everything(seed, verbose=False)
     model, data = Model(), torch.randn(12, 6, generator=torch.Generator().manual_seed(5))
     loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)  # type: ignore[arg-type]
     trainer = lightning.Trainer(
-        max_epochs=epochs, accelerator="cpu", devices=1, callbacks=[saver], enable_checkpointing=False,
-        logger=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=epochs, accelerator="cpu", devices=1, callbacks=callbacks, enable_checkpointing=False,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
     trainer.fit(model, loader)
     return model, trainer

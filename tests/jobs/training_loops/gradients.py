@@ -224,7 +224,7 @@ def scaled(
 
 add("scaler-fused", scaled(ADAMW, net=norm_net))  # a skipped step changes buffers
 add("scaler-unscaled-fused", scaled(ADAMW, unscales=True))
-add("scaler-sgd", scaled(SGD))
+add("scaler-sgd", scaled(SGD, net=norm_net))  # whose step is not called then
 add("scaler-foreach", scaled(lambda p: torch.optim.AdamW(p, 1e-2, foreach=True), unscales=True))
 
 
