@@ -165,7 +165,11 @@ class RecordedRun:
         # What a loop sets after its note is the next step's.
         if not self.between.in_iteration and self._noted[0] != self.step:
             self.log.record(RankRecording.record_options, self.step)
-        return self.between.record_changes(recording, self.step, moment)
+        is_known = self.between.record_changes(recording, self.step, moment)
+        is_due = self._buffers is not None and self._buffers[0] == self.step
+        if is_due and moment == "forward" and not self.between.in_iteration:
+            self._copy_buffers()  # the loop may have changed them after the step
+        return is_known
 
     @torch.no_grad()
     def refresh_watch(self) -> None:
@@ -204,9 +208,13 @@ class RecordedRun:
             self._continue_bases(self.bases)
         elif self.intervals.base_due(done):
             # The base is stored before the next step, after its forward pass, which changes buffers.
-            buffers = {name: tensor.clone() for name, tensor in persistent_buffers(self.tracked)}
-            self._buffers = self.step, buffers
+            self._copy_buffers()
         self._retry(done)
+
+    def _copy_buffers(self) -> None:
+        """Copy the buffers of the last step, for the base that is due after it."""
+        buffers = {name: tensor.clone() for name, tensor in persistent_buffers(self.tracked)}
+        self._buffers = self.step, buffers
 
     def record_random_states(self, step: int) -> None:
         """Record the generators that changed: their states are those at `step`, unless they are recorded again."""

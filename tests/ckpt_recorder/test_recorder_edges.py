@@ -22,6 +22,7 @@ from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import chain_file, states
 from ckpt_formats.universal.gradients.record import FileHead, Kind
 from ckpt_formats.universal.gradients.segment import open_segment
+from ckpt_formats.universal.gradients.state import checkpoint_at
 from ckpt_recorder import Bases, Recorder, RecorderWarning
 from ckpt_recorder.record_file import RecordFile
 from ckpt_training import installed_classes, ranks
@@ -87,6 +88,23 @@ def test_a_segment_that_begins_as_a_base_is_due_has_the_buffers_of_each_step(
         parameters = states.open_state(tmp_path / "run.chain", chain, step).parameters
         assert np.array_equal(read(parameters["1.running_mean"].weight), truth), step
     assert "in doubt" not in caplog.text
+
+
+@pytest.mark.slow
+def test_a_base_has_the_buffers_that_the_loop_sets_after_its_step(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    truths = []
+    with Recorder(model, optimizer, tmp_path / "run.chain", bases=Bases(every=3)):
+        for _ in range(5):
+            model(torch.randn(8, 2)).sum().backward()
+            optimizer.step()
+            model[1].running_mean.mul_(0.5)
+            truths.append(model[1].running_mean.clone().numpy())
+    began = states.open_steps(tmp_path / "run.chain", chain_file.read(tmp_path / "run.chain").segments[1])
+    for step in (3, 4, 5):
+        parameters = checkpoint_at(began, step, None).parameters
+        assert np.array_equal(read(parameters["1.running_mean"].weight), truths[step - 1]), step
 
 
 @pytest.mark.parametrize(
