@@ -260,6 +260,8 @@ def test_list_of_a_family_is_checked() -> None:
     for words, change in (
         ("name", _set("name", 1, "last")),
         ("name", _set("name", 1, "../x")),
+        ("name", _set("name", 1, "math/../../x")),
+        ("name", _set("name", 1, "math\n")),
         ("a name twice", _set("name", 1, "base")),
         ("number 3 after number 3", _set("step", 1, 3)),
         ("is not an earlier member", _set("parent", 1, members[3].content)),

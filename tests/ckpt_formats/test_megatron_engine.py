@@ -1,6 +1,7 @@
 """What real Megatron core saved, in every layout and encoding, is read bit for bit as Megatron itself reads it."""
 
 import importlib.util
+import pickle
 import shutil
 from functools import cache
 from pathlib import Path
@@ -173,6 +174,46 @@ def test_arguments_that_contradict_a_distributed_checkpoint_are_an_error(
     torch.save(root, folder / "common.pt")
     with pytest.raises(CkptError, match=message):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error", "message"),
+    [
+        ("group_idx_1.", "group_idx_7.", IncompleteError, "the optimizer's buffers of rank group 1 are missing"),
+        ("group_idx_0.", "group_idx_7.", IncompleteError, "the optimizer's buffers of rank group 0 are missing"),
+        ("", "group_idx_7.", CorruptError, "the optimizer has buffers of rank group 7, but the arguments state tp 2"),
+        ("bucket_idx_0.", "bucket_idx_1.", CorruptError, "a bucket of buffer 0 of rank group 0 is missing"),
+    ],
+)
+def test_buffers_of_other_ranks_or_without_a_bucket_are_an_error(
+    megatron_folder: Path, tmp_path: Path, old: str, new: str, error: type[CkptError], message: str
+) -> None:
+    """In the metadata, the names of flat buffers are changed, or those of group 0 are there once more."""
+    file = _copied(megatron_folder, tmp_path) / ".metadata"
+    stated = pickle.loads(file.read_bytes())
+
+    def renamed(entries: dict[Any, Any], name_of: Any, with_name: Any) -> dict[Any, Any]:
+        result = dict[Any, Any]()
+        for key, value in entries.items():
+            name = name_of(key)
+            is_buffer = "optimizer.distributed." in name and "bucket_idx" in name
+            if not is_buffer or (old and old not in name):
+                result[key] = value
+            elif old:
+                result[with_name(key, name.replace(old, new))] = value
+            else:
+                result |= {key: value, with_name(key, name.replace("group_idx_0.", new)): value}
+        return result
+
+    stated.state_dict_metadata = renamed(stated.state_dict_metadata, str, lambda key, name: name)
+    stated.storage_data = renamed(
+        stated.storage_data, lambda key: key.fqn, lambda key, name: type(key)(name, key.offset, key.index)
+    )
+    if stated.planner_data:
+        stated.planner_data = {name: stated.planner_data.get(name, (name,)) for name in stated.state_dict_metadata}
+    file.write_bytes(pickle.dumps(stated))
+    with pytest.raises(error, match=message):
+        open_checkpoint(file.parent)
 
 
 def test_reading_needs_none_of_the_options(megatron_folder: Path) -> None:
