@@ -301,6 +301,30 @@ def test_a_note_takes_the_place_of_an_extra_with_its_tensors(small: Log, written
     assert [name for name in others if name in state.parameters] == ["both"]
 
 
+def test_notes_that_come_after_buffers_of_the_next_step_stay_when_a_log_is_cut(small: Log, tmp_path: Path) -> None:
+    """As where a run notes a step after the forward pass of the next one."""
+    log, run = small.copy(), tmp_path / "run"
+    place = next(at for at, one in enumerate(log.ranks[0]) if one.kind is Kind.NOTES and one.step == 1)
+    log.ranks[0].insert(place, Entry(Kind.VALUES, 2, {"extras": {"of the next step": 2}}))
+    log.write(run)
+    before = restored(run, 1).extras
+    assert ckpt("compact", run, "--upto", 1).code == 0
+    assert same(values_of(restored(run, 1)), small.truth[1])
+    assert before.keys() > {"random_states"}
+    assert str(restored(run, 1).extras) == str(before)
+
+
+def test_random_states_of_an_interrupted_step_count_for_those_that_follow_them(small: Log, tmp_path: Path) -> None:
+    """An error has interrupted step 2; the run notes step 1 once more, with changes since the states of step 2."""
+    small.write(tmp_path / "run")
+    log = small.copy()
+    later = [one for one in log.ranks[0] if one.kind is Kind.RANDOM and one.step > 1]
+    later[1].step = 1
+    log.write(tmp_path / "noted")
+    last = restored(tmp_path / "run", 3).extras["random_states"]
+    assert str(restored(tmp_path / "noted", 1).extras["random_states"]["rank-00000"]) == str(last["rank-00000"])
+
+
 @pytest.mark.parametrize("count", [[1], None, {}, "x", True], ids=str)
 def test_base_whose_count_of_steps_is_no_number_is_refused(count: Any, written: Path) -> None:
     segment = open_segment(written)

@@ -29,6 +29,7 @@ from ckpt_training import installed_classes, ranks
 from ckpt_training.random_states import restore_random_states
 from ckpt_training.shares import equal_shares
 from ckpt_training.writing.ring import Ring
+from damage import ckpt
 
 
 class Run:
@@ -62,6 +63,35 @@ def test_a_relative_chain_stays_where_it_began_after_chdir(tmp_path: Path, monke
         run.step(3)
     assert last_step(tmp_path / "run.chain") == 3
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.slow
+def test_a_note_after_the_forward_pass_of_the_next_step_has_the_frozen_weights_that_the_run_has_moved(
+    tmp_path: Path,
+) -> None:
+    """The log then has buffers of the next step before those weights, which belong to the step that is noted."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model.average = nn.Linear(2, 3).requires_grad_(False)
+    optimizer, chain, truths = torch.optim.AdamW(model[:2].parameters(), 0.1), tmp_path / "run.chain", []
+    with Recorder(model, optimizer, chain) as recorder:
+        for step in range(4):
+            model[:2](torch.randn(8, 2)).sum().backward()
+            with torch.no_grad():
+                model.average.weight.lerp_(model[0].weight, 0.5)
+            recorder.note(noted=step)
+            truths.append(model.average.weight.numpy().copy())
+            optimizer.step()
+
+    def check(steps: range) -> None:
+        for step in steps:
+            state = states.open_state(chain, chain_file.read(chain), step)
+            assert np.array_equal(read(state.parameters["average.weight"].weight), truths[step]), step
+            assert state.extras["noted"] == step
+
+    check(range(4))
+    assert ckpt("compact", chain, "--upto", 2).code == 0
+    check(range(3))
 
 
 @pytest.mark.slow

@@ -172,7 +172,7 @@ class SegmentTail:
     def last_step(self) -> Segment:
         """The step `step` with all its records, and the steps after it that were read."""
         first = self.step - (self.step > self.layout.first)
-        return self._segment(first, [a + b for a, b in zip(self._applied, self._pending, strict=True)])
+        return self._segment(first, [_in_order(a + b) for a, b in zip(self._applied, self._pending, strict=True)])
 
     def stored_states(self) -> Segment:
         """The states that the segment itself stores, without any step."""
@@ -251,8 +251,14 @@ class SegmentTail:
                 r for r in pending if r.kind is Kind.GRADIENTS or r.step > self.step or _is_pending(r, self.step)
             )
         self._applied = [
-            without_old_random_states(_without_old_values(_without_old_buffers(records))) for records in self._applied
+            without_old_random_states(_without_old_values(_without_old_buffers(_in_order(records))))
+            for records in self._applied
         ]
+
+
+def _in_order(records: list[LogRecord]) -> list[LogRecord]:
+    """Records as they are in the file: one of the next step may come before one of this step."""
+    return sorted(records, key=lambda record: record.begin)
 
 
 def _is_pending(record: LogRecord, step: int) -> bool:

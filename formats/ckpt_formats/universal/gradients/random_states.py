@@ -95,17 +95,24 @@ def random_states_at(records: Iterable[LogRecord], step: int, path: Path, reader
     `records`: those of `path` in order. Raises `CorruptError`.
     """
     needed: list[LogRecord] = []
+    stop = 0
     for record in records:
-        if record.kind is Kind.RANDOM and record.step <= step:
-            if "full" in record.meta:
+        if record.kind is Kind.RANDOM:
+            counts = record.step <= step  # one of the next step may come before, if an error has interrupted that
+            if counts and "full" in record.meta:
                 needed.clear()
             needed.append(record)
-            if len(needed) > MAX_NEEDED:
+            stop = len(needed) if counts else stop
+            if stop > MAX_NEEDED:
                 raise _damaged_error(record, path)
     states: dict[str, GeneratorState] = {}
-    for record in needed:
-        states |= _decode(record, states, path, reader)
-    return as_values(states, path)
+    at_step: dict[str, GeneratorState] = {}
+    for record in needed[:stop]:
+        changed = _decode(record, states, path, reader)
+        states |= changed
+        if record.step <= step:
+            at_step |= changed
+    return as_values(at_step, path)
 
 
 def as_values(states: Mapping[str, GeneratorState], where: Path) -> dict[str, Value]:

@@ -273,38 +273,46 @@ def _mapping(content: Any, where: Path) -> dict[str, Value]:
 
 
 def _recorded_by(segment: Segment, rank: int, step: int) -> Iterator[_Recorded]:
-    """The tensors that a rank has recorded up to a step, without those that do not exist any more."""
+    """The tensors that a rank has recorded up to a step, without those that do not exist any more.
+
+    A record of the next step may come before one of this step, as where a run notes a step after the next forward
+    pass. Then it counts for the numbers of rows and for differences, and not for values.
+    """
     path = segment.path(rank)
+    records = [one for one in segment.logs[rank].records if one.kind in (Kind.VALUES, Kind.BUFFERS)]
+    stop = max((number for number, one in enumerate(records, 1) if one.step <= step), default=0)
     rows: list[RecordedRow] = []
     versions: dict[tuple[str, str], tuple[RecordedRow, list[_Version]]] = {}
+    at_step: dict[tuple[str, str], tuple[RecordedRow, list[_Version], int]] = {}
+    """Of each tensor its row, and how many of its versions there are up to the step."""
     damaged: dict[tuple[str, str], LogRecord] = {}
-    for record in segment.logs[rank].records:
-        if record.kind not in (Kind.VALUES, Kind.BUFFERS):
-            continue
-        if record.step > step:
-            break
+    for record in records[:stop]:
         chunk = 0
         for row, coding in _changes(record, rows, path):
-            key = (row.name, row.state)
+            key, counts = (row.name, row.state), record.step <= step
+            known = versions.get(key)
             if coding == GONE:
                 versions.pop(key, None)
-                damaged.pop(key, None)
-                continue
-            known = versions.get(key)
-            if coding != DELTA:
-                damaged.pop(key, None)
+            elif coding != DELTA:
                 versions[key] = (row, [_Version(record, chunk, coding)])
             elif known is None or known[0] != row:
-                damaged[key] = record  # unless a later record replaces it
+                versions.pop(key, None)
             else:
                 known[1].append(_Version(record, chunk, coding))
-            chunk += row.chunk_count
+            if counts:
+                at_step.pop(key, None)
+                damaged.pop(key, None)
+                if key in versions:
+                    at_step[key] = (*versions[key], len(versions[key][1]))
+                elif coding == DELTA:
+                    damaged[key] = record  # unless a later record replaces it
+            chunk += row.chunk_count if coding != GONE else 0
         if chunk != record.count:
             raise _damaged(record, path)
     for record in damaged.values():
         raise _damaged(record, path)
-    for row, of in versions.values():
-        yield _Recorded(path, row, tuple(of))
+    for row, of, count in at_step.values():
+        yield _Recorded(path, row, tuple(of[:count]))
 
 
 def _changes(record: LogRecord, rows: list[RecordedRow], path: Path) -> Iterator[tuple[RecordedRow, int]]:

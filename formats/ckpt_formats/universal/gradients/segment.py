@@ -213,9 +213,13 @@ class Segment:
         return tuple(dict.fromkeys(name for names in named for name in names))
 
     def nbytes_upto(self, rank: int, step: int) -> int:
-        """The size in bytes of the start of a rank's file that has all steps up to `step`."""
-        later = (record.begin for record in self.logs[rank].records if record.step > step)
-        return min((begin - HEAD.size for begin in later), default=self.logs[rank].end)
+        """The size in bytes of the start of a rank's file that has all records of steps up to `step`.
+
+        Some of the next step may be among them: a run may note a step after the next one has changed buffers.
+        """
+        records = self.logs[rank].records
+        stop = max((number for number, one in enumerate(records, 1) if one.step <= step), default=0)
+        return records[stop].begin - HEAD.size if stop < len(records) else self.logs[rank].end
 
     def hash_upto(self, rank: int, step: int) -> int:
         """A hash of all records of a rank that the state at a step needs: they are the same when the log has grown."""
