@@ -22,7 +22,7 @@ from damage import ckpt
 from followed import WAYS, Followed, Stopped
 from recorded import differences
 from recording_jobs import launch
-from recording_jobs.kinds import AFTER, END, KINDS, MIDDLE
+from recording_jobs.kinds import AFTER, END, KINDS, MIDDLE, WARM_UP
 
 HERE = Path(__file__).parents[1]
 EXAMPLES = HERE.parent / "examples" / "recording"
@@ -135,6 +135,13 @@ def test_a_restored_step_is_what_the_engine_saved(kind: str, chain: str, at: str
 def test_steps_are_skipped_while_fp16_is_recorded(kind: str, runs: Path) -> None:
     """Else the states above would say nothing of them."""
     assert log_of(runs / kind)["skipped"] > 0
+
+
+def test_steps_of_deepspeeds_pipeline_have_its_counts_and_schedule(runs: Path) -> None:
+    chain = runs / "zero0_pipeline" / "bare.chain"
+    for step in range(WARM_UP + 1, END + 1):
+        extras = states.open_state(chain, chain_file.read(chain), step).extras
+        assert (extras["global_steps"], extras["lr_scheduler"]) == (step, {"last_batch_iteration": step - 1})
 
 
 def test_a_step_that_deepspeed_skips_is_a_step_without_gradients(runs: Path) -> None:

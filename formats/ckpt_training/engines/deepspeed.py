@@ -70,7 +70,8 @@ def deepspeed_run(engine: Any, rank: int) -> TrackedRun:
         calls_per_step=calls,
         step=int(engine.global_steps),
         notes=lambda: _notes(engine),
-        after_step=(engine, "step"),
+        # A pipeline refuses `step`: its `train_batch` takes the step itself.
+        after_step=(engine, "_take_model_step" if hasattr(engine, "_exec_schedule") else "step"),
         counted=lambda: int(engine.global_steps),
         model_shards=partial(_shards_of_stage_3, optimizer, engine.module) if is_stage_3 else None,
         refresh=partial(_refresh, optimizer),

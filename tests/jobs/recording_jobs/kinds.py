@@ -101,6 +101,7 @@ KINDS = {
         Kind("zero2", "deepspeed", 2, stage=2, optimizer="adamw"),
         Kind("zero1_fp16", "deepspeed", 2, stage=1, dtype="fp16"),
         Kind("zero1_experts", "deepspeed", 2, zoo="z1_bf16_moe4_ep2_dp2", chains=BASED),
+        Kind("zero0_pipeline", "deepspeed", pp=2, zoo="z0_fp32_pp2_dp1_untied", chains=BARE),
         Kind("zero3", "deepspeed", 2, stage=3, threads=2),
         Kind("zero2_offload", "deepspeed", 2, stage=2, offload=True, optimizer="cpu-adam", chains=BARE),
         Kind("zero3_offload", "deepspeed", 2, stage=3, offload=True, optimizer="cpu-adam", chains=BARE),
