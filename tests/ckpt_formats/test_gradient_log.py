@@ -25,7 +25,7 @@ from ckpt_formats.core.checkpoint import Parameter
 from ckpt_formats.core.errors import CkptError, CorruptError, IncompleteError, NotFoundError
 from ckpt_formats.core.files import Reader
 from ckpt_formats.core.geometry import Box
-from ckpt_formats.core.tensor import ArrayBlob, Tensor
+from ckpt_formats.core.tensor import ArrayBlob, Tensor, read
 from ckpt_formats.core.values import TensorName
 from ckpt_formats.universal.chain import chain_file
 from ckpt_formats.universal.gradients import layout as layouts
@@ -44,6 +44,7 @@ from ckpt_formats.universal.gradients.layout import (
     VectorPart,
 )
 from ckpt_formats.universal.gradients.record import FileHead, Kind, RankLog, hash_values, record_parts, scan
+from ckpt_formats.universal.gradients.recorded_values import DELTA, WHOLE, encode_chunk
 from ckpt_formats.universal.gradients.replay import SegmentReplay, StartState
 from ckpt_formats.universal.gradients.segment import Segment, open_segment, rank_file
 from ckpt_formats.universal.gradients.state import Base, checkpoint_at
@@ -312,6 +313,26 @@ def test_notes_that_come_after_buffers_of_the_next_step_stay_when_a_log_is_cut(s
     assert same(values_of(restored(run, 1)), small.truth[1])
     assert before.keys() > {"random_states"}
     assert str(restored(run, 1).extras) == str(before)
+
+
+def test_values_of_a_step_may_be_differences_from_those_of_the_next_one(small: Log, tmp_path: Path) -> None:
+    """A run notes step 1 after a forward pass of step 2, changes a buffer, and begins step 2 again."""
+    log, values = small.copy(), [np.full(4, number, np.float32) for number in range(3)]
+    place = next(at for at, one in enumerate(log.ranks[0]) if one.kind is Kind.NOTES and one.step == 1)
+    rows = {"tensors": [["seen", "param", "buffer", "float32", [4]]]}
+    for number, (at, step, meta) in enumerate([(1, 0, rows), (place + 1, 2, {}), (place + 2, 1, {})]):
+        before = values[number - 1] if number else None
+        chunk, digest = encode_chunk("param", values[number], before), hash_values(values[number])
+        coding = WHOLE if before is None else DELTA
+        log.ranks[0].insert(at, Entry(Kind.VALUES, step, meta | {"changes": [[0, coding]]}, [chunk], [digest]))
+    held = HeldState(log.write(tmp_path / "run"), None)
+    assert held.find_start(1)
+    held.load(1)
+    for step, expected in enumerate([0, 2, 2, 2]):
+        held.tail.poll(1)
+        held.advance(step, 1)
+        for state in (restored(tmp_path / "run", step), held.checkpoint()):
+            assert read(state.parameters["seen"].weight).tolist() == [expected] * 4, step
 
 
 def test_random_states_of_an_interrupted_step_count_for_those_that_follow_them(small: Log, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ckpt_formats.core.errors import UnsupportedError
 from ckpt_formats.core.geometry import Box
 from ckpt_formats.core.tensor import read
 from ckpt_formats.universal.chain import chain_file, states
+from ckpt_formats.universal.gradients.held import HeldState
 from ckpt_formats.universal.gradients.record import FileHead, Kind
 from ckpt_formats.universal.gradients.segment import open_segment
 from ckpt_formats.universal.gradients.state import checkpoint_at
@@ -90,6 +91,15 @@ def test_a_note_after_the_forward_pass_of_the_next_step_has_the_frozen_weights_t
             assert state.extras["noted"] == step
 
     check(range(4))
+    held = HeldState(chain / chain_file.read(chain).segments[0].folder, None)  # a shadow has the same
+    assert held.find_start(1)
+    held.load(1)
+    for step in range(1, 4):
+        assert held.tail.poll(1) >= step
+        held.advance(step, 1)
+        state = held.checkpoint()
+        assert np.array_equal(read(state.parameters["average.weight"].weight), truths[step]), step
+        assert state.extras["noted"] == step
     assert ckpt("compact", chain, "--upto", 2).code == 0
     check(range(3))
 
