@@ -195,16 +195,18 @@ class Written(StoreWork):
         assert self.objects() == self.local
 
     def is_done(self) -> bool:
+        try:
+            library.open(self.url)
+            is_open = True
+        except (IncompleteError, NotFoundError, OutputError):
+            is_open = False
+        # Read after that: the server may yet put an object that the killed process has sent.
         data = {key: value for key, value in self.objects().items() if key in self.local}
         if self.url.endswith("/out") and any(map(is_mark, data)):
             missing = {key for key in self.local if not is_mark(key)} - data.keys()
             assert not missing, f"a mark is there, and not {sorted(missing)}"
-        try:
-            library.open(self.url)
-        except (IncompleteError, NotFoundError, OutputError):
-            return False
-        assert data == self.local, "an unfinished target can be opened"
-        return True
+        assert data == self.local or not is_open, "an unfinished target can be opened"
+        return is_open
 
     def sweep(self) -> None:
         """Write the target again: a whole one is refused, and what is left beside it is removed."""

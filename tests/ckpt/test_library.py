@@ -335,7 +335,8 @@ def edits_of(run: ckpt.Checkpoint, adapter: Path | None) -> Iterator[tuple[str, 
     name = next(name for name, parameter in run.items() if parameter.weight.dtype.kind in "fV")
     other = np.zeros(run[name].shape, np.float32)
     yield "select", lambda: run.select(only=[re.escape(name)])
-    yield "skip", lambda: run.select(skip=[re.escape(next(reversed(list(run))))])
+    if len(run) > 1:
+        yield "skip", lambda: run.select(skip=[re.escape(next(reversed(list(run))))])
     yield "weights_only", run.weights_only
     yield "cast", lambda: run.cast("fp16")
     yield "rename", lambda: run.rename(lambda name: f"model.{name}")

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from ckpt.holding.peers import HELD
 from ckpt_formats.core.errors import InvalidArgumentError, UnsupportedError
 from ckpt_formats.core.tensor import read
 from ckpt_formats.stores import piece_requests
-from ckpt_formats.stores.address import NetworkAddress
+from ckpt_formats.stores.address import NetworkAddress, parse_address
+from ckpt_formats.stores.connection import Connection
+from ckpt_formats.stores.http_client import Credentials
 from ckpt_formats.stores.parity_requests import ParityName, ParityPlace
 from ckpt_formats.stores.peers_store import PeersStore, open_peers
 from ckpt_formats.stores.piece_requests import PieceName, SentPiece, digest_of
@@ -44,6 +46,12 @@ def wait_until(is_true: Callable[[], bool]) -> None:
     while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def nbytes_of(address: str) -> int:
+    """The bytes that a holder has."""
+    with closing(Connection(parse_address(address), Credentials(), "holder", 5.0)) as connection:
+        return piece_requests.holder_status(connection).nbytes
 
 
 def bits(checkpoint: ckpt.Checkpoint) -> dict[str, bytes]:
@@ -92,9 +100,13 @@ def test_saves_of_several_ranks_outlive_a_host_and_the_folder_and_a_holder_that_
     ranks = subprocess.Popen([sys.executable, str(SCRIPT), *arguments], start_new_session=True)
     try:
         wait_until(lambda: len(list(tmp_path.glob("held-1-*"))) == RANKS)
+        held = nbytes_of(addresses[2])
         holders[2].kill()
         holders[2].wait()
         holders[2], _ = start(addresses[2])
+        # Until it has all again, the next save is not sent, which would take the place of the only whole one.
+        wait_until(lambda: nbytes_of(addresses[2]) == held)
+        time.sleep(1.0)  # rank 0 looks twice a second
         (tmp_path / "go").touch()
         wait_until(lambda: len(list(tmp_path.glob("held-2-*"))) == RANKS)
         holders[1].kill()

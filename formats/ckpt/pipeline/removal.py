@@ -89,18 +89,23 @@ def finish_removal(path: Path) -> tuple[int, int]:
         if is_remote(path):
             return _finish_in_store(path)
         aside, new = set_aside_path(path), replacement_path(path)
-        if not any(map(os.path.lexists, (replaced_file(path), aside, new))):
-            return 0, 0
-        files = nbytes = 0
+        if not any(map(os.path.lexists, (replaced_file(path), new))):
+            return _counted_removal(aside)  # nobody gives it a name again
         with locked_staging(path, locks=False):  # or what another process is about to give the name would go
             _finish_replacement(path)
-            for left in (aside, new):
-                own = [left] if left.is_file() else [one for one in left.rglob("*") if one.is_file()]
-                files, nbytes = files + len(own), nbytes + sum(one.lstat().st_size for one in own)
-                delete(left)
+            counts = [_counted_removal(left) for left in (aside, new)]
+        files, nbytes = (sum(numbers) for numbers in zip(*counts, strict=True))
         return files, nbytes
     except OSError as error:
         raise unwritable(error, path) from error
+
+
+def _counted_removal(left: Path) -> tuple[int, int]:
+    """Delete a file or folder, if it is there. Returns the numbers of files and bytes."""
+    own = [left] if left.is_file() else [one for one in left.rglob("*") if one.is_file()]
+    nbytes = sum(one.lstat().st_size for one in own)
+    delete(left)
+    return len(own), nbytes
 
 
 def _interrupted(folder: Path) -> Iterator[str]:
