@@ -395,7 +395,8 @@ def test_edits_read_nothing_until_a_slice_is_read(
                 row = edited[changed][1:2]
                 assert row.shape == (1, parameter.shape[1])
                 assert total() <= most_for_a_row(edit, run, parameter)
-                assert total() > 0 or edit == "replace"
+                # The rows of a log with one parameter are in memory once they were replayed.
+                assert total() > 0 or edit == "replace" or (len(run) == 1 and edit != "select")
 
 
 def most_for_a_row(edit: str, run: ckpt.Checkpoint, parameter: ckpt.types.Parameter) -> int:

@@ -373,8 +373,8 @@ def test_a_killed_trainer_leaves_a_good_chain_and_leftovers_go(chain: Path) -> N
             while True:
                 run.step()
 
-    for seconds in (1.5, 2.2):
-        assert killed_after(work, seconds)
+    for seconds in (0.7, 1.4):
+        assert killed_after(work, seconds, chain / chain_file.NAME)
         wait_for(lambda: not any(map(folder.is_growing, chain.iterdir())))
         wait_for(lambda: not list(chain.glob("pieces-*")))  # which the process of bases stores, or drops
         listed = chain_file.read(chain)

@@ -37,8 +37,11 @@ def killed(work: Callable[[], object], folder: Path, point: int) -> bool:
     return _run(work, folder, point, lambda: os._exit(KILLED)) is None
 
 
-def killed_after(work: Callable[[], object], seconds: float) -> bool:
-    """Do the work, which is sent SIGKILL after a time, wherever it is then; False if it was at its end before."""
+def killed_after(work: Callable[[], object], seconds: float, begun: Path | None = None) -> bool:
+    """Do the work, which is sent SIGKILL after a time, wherever it is then; False if it was at its end before.
+
+    `begun`: the time counts from when this exists.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         child = os.fork()
@@ -50,6 +53,9 @@ def killed_after(work: Callable[[], object], seconds: float) -> bool:
         except BaseException:
             traceback.print_exc()
             os._exit(FAILED)
+    deadline = time.monotonic() + SECONDS
+    while begun is not None and not begun.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)  # it is not reaped before, so the number is no other process's
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
