@@ -26,7 +26,7 @@ _MAX_NBYTES = 1 << 28
 COVERED = np.dtype([("seal", "<u8"), ("start", "<u8"), ("stop", "<u8")])
 """A range that was read: the number of its seal, and its ends within the sealed range."""
 FILE = np.dtype([("path", "<u8"), ("identity", "<u8")])
-"""A file: hashes of its path, and of its length and time."""
+"""A file: hashes of its path, and of what identifies its content."""
 _COLUMNS = (RANGE, NUMBER, COVERED, FILE)
 
 Rows = np.ndarray[Any, np.dtype[Any]]
@@ -80,7 +80,7 @@ class ReadEvidence:
 
 def file_rows(identities: Iterable[tuple[Path, Identity]]) -> Rows:
     """The rows of these files: (files,) of `FILE`. Devices and inodes are left out: machines may number them apart."""
-    rows = [(_hash(str(path)), _identity_hash(one)) for path, one in identities]
+    rows = [(_hash(str(path)), _hash(one.content)) for path, one in identities]
     return np.array(rows, FILE)
 
 
@@ -89,15 +89,9 @@ def replaced(files: Rows, identities: Mapping[Path, Identity]) -> Path | None:
     known = {_hash(str(path)): path for path in identities}
     for path, identity in files.tolist():
         own = known.get(path)
-        if own is not None and _identity_hash(identities[own]) != identity:
+        if own is not None and _hash(identities[own].content) != identity:
             return own
     return None
-
-
-def _identity_hash(identity: Identity) -> int:
-    if identity.records is not None:
-        return identity.records  # a run may append to a log between two processes that open it
-    return _hash(f"{identity.nbytes} {identity.mtime_ns}")
 
 
 def _hash(text: str) -> int:

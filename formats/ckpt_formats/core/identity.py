@@ -39,6 +39,11 @@ class Identity:
     records: int | None = field(default=None, compare=False)
     """Of a log: a hash of all its records that are read, which are the same when it has grown; None: not known."""
 
+    @property
+    def content(self) -> str:
+        """What another process has of it, too, if it reads the same: of a log its records, else length and time."""
+        return f"{self.nbytes} {self.mtime_ns}" if self.records is None else str(self.records)
+
     @classmethod
     def of(cls, result: os.stat_result) -> "Identity":
         return cls(result.st_dev, result.st_ino, result.st_size, result.st_mtime_ns)
@@ -109,8 +114,7 @@ def joined(*identities: Identities) -> dict[Path, Identity]:
         if before.records != one.records:
             import hashlib  # every command imports this module, and few jobs read two states of one log
 
-            texts = (f"{of.nbytes} {of.mtime_ns}" if of.records is None else str(of.records) for of in (before, one))
-            digest = hashlib.blake2b("; ".join(texts).encode(), digest_size=8).digest()
+            digest = hashlib.blake2b(f"{before.content}; {one.content}".encode(), digest_size=8).digest()
             one = replace(one, records=int.from_bytes(digest, "little"))
         files[path] = one
     return files
